@@ -15,7 +15,6 @@ from bench.models.materialize import count_buffer_bytes
 from bench.prediction import cache
 from bench.prediction.cache import build_cache_key
 from bench.prediction.cost import rank_speed
-from bench.prediction.cost.collectives import CollectiveGroup
 from bench.prediction.intervals import add_intervals
 from bench.prediction.pipeline import predictor, stages
 from bench.prediction.prediction import (
@@ -60,7 +59,7 @@ from bench.prediction.trace.trace_cache import (
     load_scaled_trace,
     load_traces,
 )
-from bench.strategies.step_plan import PARAMETER_MEMORY, TENSOR_GROUP, WORLD_GROUP, PlanInputs, StepPlan
+from bench.strategies.step_plan import PARAMETER_MEMORY, PlanInputs, StepPlan
 
 MIN_RUNS_FOR_PROCESSES = 40
 """Runs from which on it pays to share the work among processes."""
@@ -283,12 +282,14 @@ def _simulate_rank(
     )
     simulated_rank.allocate("micro-batches", compute_inputs_bytes(config, scaled_trace), "activations")
     simulated_rank.allocate("model's buffers", count_buffer_bytes(config.trained_model, config.gpus), PARAMETER_MEMORY)
-    layer_group = _find_layer_group(config)
+    layer_groups = rank_speed.list_layer_groups(config)
     segments = _build_segments(
-        key, config.sequences_per_device, HashableHardware(config.hardware), layer_group, _find_transfer_speed(config)
+        key, config.sequences_per_device, HashableHardware(config.hardware), layer_groups, _find_transfer_speed(config)
     )
     if config.devices_per_process > 1:
-        batch_segments = _build_segments(key, config.sequences_per_rank, HashableHardware(config.hardware), layer_group)
+        batch_segments = _build_segments(
+            key, config.sequences_per_rank, HashableHardware(config.hardware), layer_groups
+        )
         segments = build_first_device_segments(segments, batch_segments, config.devices_per_process)
     _simulate_planned_step(config, simulated_rank, plan, segments)
     return simulated_rank
@@ -304,7 +305,7 @@ def _simulate_other_device(config: RunConfig) -> SimulatedRank:
     assert plan is not None
     simulated_rank = SimulatedRank(rank_speed.RankSpeed())
     segments = _build_segments(
-        key, config.sequences_per_device, HashableHardware(config.hardware), _find_layer_group(config)
+        key, config.sequences_per_device, HashableHardware(config.hardware), rank_speed.list_layer_groups(config)
     )
     _simulate_planned_step(config, simulated_rank, plan, build_other_device_segments(segments))
     return simulated_rank
@@ -381,17 +382,6 @@ def build_trace_key(config: RunConfig) -> TraceKey:
     )
 
 
-def _find_layer_group(config: RunConfig) -> CollectiveGroup | None:
-    """Where the ranks are among which layers exchange something; None where they do not."""
-    if config.trained_model.communicates:
-        return rank_speed.build_collective_group(config, WORLD_GROUP)
-    return (
-        None
-        if config.strategy.build_tensor_parallel_split() is None
-        else rank_speed.build_collective_group(config, TENSOR_GROUP)
-    )
-
-
 def _find_transfer_speed(config: RunConfig) -> float:
     """Seconds per byte of activations that are offloaded."""
     if not config.activation_offload or config.hardware.device == "cpu":
@@ -416,15 +406,15 @@ def _build_segments(
     key: TraceKey,
     batch_size: int,
     hashable_hardware: HashableHardware,
-    tensor_group: CollectiveGroup | None,
+    layer_groups: rank_speed.LayerGroups,
     transfer_s_per_byte: float = 0.0,
 ) -> tuple[SegmentAtBatch, ...]:
     """The scaled trace's segments at a batch size, with the time of everything on some hardware.
 
     Parameters
     ----------
-    tensor_group: Group or None
-        Where the ranks are that share layers; None where layers are whole.
+    layer_groups: LayerGroups
+        Where the ranks are that share layers.
     transfer_s_per_byte: float
         Of a copy between device and host.
     """
@@ -440,7 +430,7 @@ def _build_segments(
     block_counts = build_parameter_layout(key.family, 1, key.precision.scales_loss, key.split).block_counts
     block_positions = find_segment_block_positions(scaled_trace.segments, block_counts, key.block_period)
     time_collective = rank_speed.build_layer_collective_timer(
-        hashable_hardware.hardware, key.precision, tensor_group, transfer_s_per_byte
+        hashable_hardware.hardware, key.precision, layer_groups, transfer_s_per_byte
     )
     return tuple(
         SegmentAtBatch(

@@ -25,7 +25,15 @@ from bench.models.materialize import Materializer
 from bench.optimizers.updated_tensor import WHOLE_TENSORS
 from bench.strategies.pipeline.schedule import Timetable
 from bench.strategies.pipeline.step_plans import StagePlan, StageUnits
-from bench.strategies.step_plan import PlanInputs, StepPlan
+from bench.strategies.step_plan import (
+    REPLICA_GROUP,
+    SHARD_GROUP,
+    TENSOR_GROUP,
+    WORLD_GROUP,
+    GroupDim,
+    PlanInputs,
+    StepPlan,
+)
 from bench.strategies.stepper import Stepper
 from bench.strategies.tensor_parallel.split import TensorParallelSplit
 
@@ -200,6 +208,25 @@ class Strategy(ABC):
     def build_tensor_parallel_split(self) -> TensorParallelSplit | None:
         """Over how many ranks every layer of the resolved strategy's model is split; None where layers are whole."""
         return None
+
+    def list_group_dims(self, group_name: str, world_size: int) -> Sequence[GroupDim]:
+        """Where the ranks of one of a plan's groups are, of the resolved strategy.
+
+        Ranks that share layers are neighbours, shards of what they have so many ranks apart; replicas are F ranks apart.
+        """
+        factor, split = self.resolved_sharding_factor, self.build_tensor_parallel_split()
+        split_degree = 1 if split is None else split.degree
+        return {
+            TENSOR_GROUP: [GroupDim(split_degree, 1)],
+            SHARD_GROUP: [GroupDim(factor // split_degree, split_degree)],
+            REPLICA_GROUP: [GroupDim(world_size // factor, factor)],
+            WORLD_GROUP: [GroupDim(world_size // split_degree, split_degree)],
+        }[group_name]
+
+    def count_process_groups(self, world_size: int) -> int:
+        """Of the resolved strategy: each has a communicator."""
+        num_groups = 0 if world_size == 1 else 1 if self.resolved_sharding_factor in (1, world_size) else 3
+        return num_groups + (self.build_tensor_parallel_split() is not None)
 
     def find_batch_share(self, rank: int, world_size: int) -> tuple[int, int]:
         """Which share of the global batch a rank of the resolved strategy works on, and how many shares there are.

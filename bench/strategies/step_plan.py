@@ -12,7 +12,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from bench.core.precision import Precision
 from bench.optimizers import OptimizerConfig, UpdatedTensor
@@ -34,6 +34,26 @@ ALL_GATHER_STREAM, REDUCE_STREAM, REPLICA_STREAM = "gather", "reduce", "replicat
 WORLD_GROUP, SHARD_GROUP, REPLICA_GROUP, TENSOR_GROUP = "world", "shards", "replicas", "tensor"
 """Groups of ranks: all of them; those that share one copy of the model; those that hold the same shard; those that
 share every layer, of each of which the three others then have one rank."""
+
+DATA_GROUP, PIPELINE_GROUP = "data", "pipeline"
+"""Where layers are spread over stages: ranks that compute gradients of the same parameters; the stages of one copy."""
+
+CONTEXT_GROUP, EXPERT_GROUP, EXPERT_SHARD_GROUP, EXPERT_DATA_GROUP = (
+    "context",
+    "expert",
+    "expert shards",
+    "expert data",
+)
+"""Further ones, of a mesh: those that share sequences; those that have different experts; those that share the shards
+of the same experts; those that compute gradients of the same experts."""
+
+
+class GroupDim(NamedTuple):
+    """Ranks of a group along one dimension of a mesh."""
+
+    size: int
+    stride: int
+    """From one to the next of them."""
 
 
 GRADIENTS_KEPT, GRADIENTS_ACCUMULATED, GRADIENTS_HANDLED_ONE_BY_ONE = "stay", "added", "told"
@@ -102,6 +122,10 @@ class ShardingUnit:
     """It is a layer within the next unit that is none."""
     list_index: int = 0
     """Of the list of blocks that it is from."""
+
+    @functools.cached_property
+    def numel(self) -> int:
+        return sum(parameter.numel for parameter in self.parameters)
 
     @functools.cached_property
     def trained_parameters(self) -> tuple[ParameterSpec, ...]:

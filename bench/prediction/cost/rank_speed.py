@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -22,6 +23,7 @@ from bench.prediction.simulation.device_memory import AllocatorRetries
 from bench.prediction.simulation.simulated_rank import RankSpeed, SimulatedRank
 from bench.prediction.simulation.step import OptimizerUpdate
 from bench.prediction.trace.kernels import MATMUL, OPERAND_FORMATS, FloatArray, KernelArrays, concatenate_kernels
+from bench.prediction.trace.trace import TO_DEVICE, TO_HOST
 from bench.strategies.step_plan import REPLICA_GROUP, SHARD_GROUP, TENSOR_GROUP, WORLD_GROUP, RankPlan, StepPlan
 
 TIME_INTERVAL_SHARE = 0.10
@@ -126,35 +128,47 @@ def is_speed_known(hardware: Hardware, precision: Precision) -> bool:
 def build_collective_group(config: RunConfig, group_name: str) -> CollectiveGroup:
     """Where the ranks of one of a plan's groups are.
 
-    Ranks that share layers are neighbours, shards of what they have so many ranks apart; replicas are F ranks apart.
+    A group of several dimensions of a mesh has as many ranks in a node as the part of each dimension that is in one.
     """
     ranks_per_node = min(config.gpus, config.gpus_per_node)
-    sharding_factor, split = config.strategy.resolved_sharding_factor, config.strategy.build_tensor_parallel_split()
-    split_degree = 1 if split is None else split.degree
-    num_ranks, rank_stride = {
-        TENSOR_GROUP: (split_degree, 1),
-        SHARD_GROUP: (sharding_factor // split_degree, split_degree),
-        REPLICA_GROUP: (config.gpus // sharding_factor, sharding_factor),
-        WORLD_GROUP: (config.gpus // split_degree, split_degree),
-    }[group_name]
-    group_ranks_per_node = min(num_ranks, max(1, ranks_per_node // rank_stride))
-    return CollectiveGroup(num_ranks, group_ranks_per_node, ranks_per_node // group_ranks_per_node)
+    dims = config.strategy.list_group_dims(group_name, config.gpus)
+    group_ranks_per_node = math.prod(min(dim.size, max(1, ranks_per_node // dim.stride)) for dim in dims)
+    return CollectiveGroup(
+        math.prod(dim.size for dim in dims), group_ranks_per_node, ranks_per_node // group_ranks_per_node
+    )
+
+
+def list_layer_groups(config: RunConfig) -> LayerGroups:
+    """The groups of collectives within layers; none where ranks share no layers."""
+    if config.trained_model.communicates:
+        return ((TENSOR_GROUP, build_collective_group(config, WORLD_GROUP)),)
+    split = config.strategy.build_tensor_parallel_split()
+    names = () if split is None else split.group_names
+    return tuple((name, build_collective_group(config, name)) for name in names)
+
+
+LayerGroups = tuple[tuple[str, CollectiveGroup], ...]
+"""Where the ranks are that share layers, sequences or experts, by the name of their group."""
 
 
 def build_layer_collective_timer(
     hardware: Hardware,
     precision: Precision,
-    tensor_group: CollectiveGroup | None,
+    groups: LayerGroups,
     transfer_s_per_byte: float = 0.0,
-) -> Callable[[str, float], float]:
-    """Seconds of a collective, by kind and bytes, among ranks that share layers (None: there are none), and of a copy
-    between device and host."""
-    speeds = hardware.speeds
+) -> Callable[[str, float, str], float]:
+    """Seconds of a collective, by kind, bytes and group, among ranks that share layers, and of a copy between device and
+    host."""
+    speeds, group_by_name = hardware.speeds, dict(groups)
     if speeds is None or not is_speed_known(hardware, precision):
-        return lambda kind, size: 0.0
-    if tensor_group is None:
-        return lambda kind, size: size * transfer_s_per_byte
-    return lambda kind, size: compute_collective_seconds(kind, size, tensor_group, speeds.links)
+        return lambda kind, size, group: 0.0
+
+    def compute_seconds(kind: str, size: float, group: str) -> float:
+        if kind in (TO_HOST, TO_DEVICE):
+            return size * transfer_s_per_byte
+        return compute_collective_seconds(kind, size, group_by_name[group], speeds.links)
+
+    return compute_seconds
 
 
 def compute_seconds_per_segment(

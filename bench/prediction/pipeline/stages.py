@@ -34,10 +34,10 @@ from bench.prediction.trace.scaled_trace import (
 from bench.prediction.trace.stage_trace import (
     StageBlocks,
     StageTraceKey,
-    build_short_stage,
     find_handover_dtype,
     list_stage_blocks,
     locate_stage_parameters,
+    open_short_stage,
     shorten_stage_blocks,
 )
 from bench.prediction.trace.trace import BlockPlace, TraceKey
@@ -45,6 +45,7 @@ from bench.prediction.trace.trace_cache import HashableHardware, load_scaled_tra
 from bench.strategies.pipeline.schedule import FORWARD, Timetable
 from bench.strategies.pipeline.step_plans import StagePlan, StageUnits, find_tied_parameters
 from bench.strategies.step_plan import ParameterSpec, ShardingUnit
+from bench.strategies.tensor_parallel.split import find_local_shape
 
 
 @dataclass(frozen=True)
@@ -113,12 +114,18 @@ def list_stage_traces(config: RunConfig, key: TraceKey) -> list[tuple[TraceKey |
     return [
         (stage_key, size)
         for stage_key in stage_keys
-        for size in set(list_traced_batch_sizes(_count_sequences(config, timetable), is_compiled=config.compile))
+        for size in set(list_traced_batch_sizes(count_sequences(config, timetable), is_compiled=config.compile))
     ]
 
 
-def _count_sequences(config: RunConfig, timetable: Timetable) -> int:
-    return timetable.ranks * config.batch_size_per_gpu // timetable.micro_batches
+def count_sequences(config: RunConfig, timetable: Timetable) -> int:
+    """Of a micro-batch."""
+    return config.sequences_per_rank // timetable.micro_batches
+
+
+def _count_context_ranks(config: RunConfig) -> int:
+    split = config.strategy.build_tensor_parallel_split()
+    return 1 if split is None else split.context_degree
 
 
 def _cut_into_stage_blocks(config: RunConfig, timetable: Timetable) -> list[tuple[StageBlocks, ...]]:
@@ -131,19 +138,22 @@ def _cut_into_stage_blocks(config: RunConfig, timetable: Timetable) -> list[tupl
 
 def build_pipeline_stages(config: RunConfig, key: TraceKey, timetable: Timetable) -> list[SimulatedPipelineStage]:
     """Every stage of a run."""
-    num_sequences = _count_sequences(config, timetable)
+    num_sequences = count_sequences(config, timetable)
     block_ranges = split_blocks_into_stages(config.model.num_blocks or 0, timetable.num_stages)
     itemsize = find_handover_dtype(key).itemsize
 
     def compute_handed_bytes(block: int) -> float:
-        shapes = config.model.find_stage_input_shapes(block, config.sequence_length)
+        shapes = config.model.find_stage_input_shapes(block, config.sequence_length // _count_context_ranks(config))
         return num_sequences * itemsize * sum(length * width for length, width in shapes)
 
+    layer_groups = rank_speed.list_layer_groups(config)
     stages = []
     for index, stage_blocks in enumerate(_cut_into_stage_blocks(config, timetable)):
         stage_key = StageTraceKey(key, shorten_stage_blocks(stage_blocks, key.block_period))
         block_counts = tuple(blocks.num_blocks for blocks in stage_blocks)
-        segments = _build_stage_segments(stage_key, num_sequences, HashableHardware(config.hardware), block_counts)
+        segments = _build_stage_segments(
+            stage_key, num_sequences, HashableHardware(config.hardware), block_counts, layer_groups
+        )
         units, ordered_segments = arrange_stage(index, stage_key, block_counts, segments)
         scaled_trace = load_scaled_trace(stage_key, list_traced_batch_sizes(num_sequences, is_compiled=config.compile))
         is_last = index == timetable.num_stages - 1
@@ -184,12 +194,18 @@ def _compute_logits_bytes(config: RunConfig, key: TraceKey, num_sequences: int) 
     length, width = shapes[0]
     vocabulary = config.model.count_flops_per_sequence(config.sequence_length).outside_blocks / (2 * length * width)
     itemsize = config.precision.compute_dtype.itemsize
-    return num_sequences * length * vocabulary * itemsize
+    split = config.strategy.build_tensor_parallel_split()
+    num_parts = 1 if split is None else split.context_degree * split.degree
+    return num_sequences * length * vocabulary * itemsize / num_parts
 
 
 @functools.lru_cache(maxsize=256)
 def _build_stage_segments(
-    key: StageTraceKey, num_sequences: int, hashable_hardware: HashableHardware, block_counts: tuple[int, ...]
+    key: StageTraceKey,
+    num_sequences: int,
+    hashable_hardware: HashableHardware,
+    block_counts: tuple[int, ...],
+    layer_groups: rank_speed.LayerGroups,
 ) -> tuple[SegmentAtBatch, ...]:
     scaled_trace = load_scaled_trace(key, list_traced_batch_sizes(num_sequences, is_compiled=key.trace_key.compile))
     batch_weight = scaled_trace.compute_batch_weight(num_sequences)
@@ -200,12 +216,16 @@ def _build_stage_segments(
         segment_kernels,
         key.trace_key.family.count_expert_tokens(key.trace_key.sequence_length),
     )
+    positions = _find_stage_block_positions(key, block_counts)
+    time_collective = rank_speed.build_layer_collective_timer(
+        hashable_hardware.hardware, key.trace_key.precision, layer_groups
+    )
     return tuple(
         SegmentAtBatch(
             scaled_segment.phase,
             scaled_segment.micro_batch,
             scaled_segment.place,
-            build_chunks(scaled_segment, batch_weight, kernel_seconds, _find_stage_block_positions(key, block_counts)),
+            build_chunks(scaled_segment, batch_weight, kernel_seconds, positions, time_collective),
         )
         for scaled_segment, kernel_seconds in zip(scaled_trace.segments, segment_seconds, strict=True)
     )
@@ -214,27 +234,24 @@ def _build_stage_segments(
 @functools.lru_cache(maxsize=256)
 def _collect_stage_parameters(key: StageTraceKey) -> dict[BlockPlace, dict[str, ParameterSpec]]:
     """Parameters of the stage that is traced, by block."""
-    _, stage = build_short_stage(
-        key.trace_key.family, key.stage_blocks, key.trace_key.activation_checkpointing, key.trace_key.sequence_length
-    )
-    locations = locate_stage_parameters(stage)
-    hidden_matrix_ids = {id(matrix) for matrix in find_hidden_matrices(stage.block_lists)}
-    parameters_by_place: dict[BlockPlace, dict[str, ParameterSpec]] = {None: {}}
-    for parameter in stage.parameters():
-        place, name = locations[id(parameter)]
-        parameters_by_place.setdefault(place, {})[name] = ParameterSpec(
-            name, tuple(parameter.shape), is_hidden_matrix=id(parameter) in hidden_matrix_ids
-        )
+    with open_short_stage(key) as short_stage:
+        stage = short_stage.stage
+        locations = locate_stage_parameters(stage)
+        hidden_matrix_ids = {id(matrix) for matrix in find_hidden_matrices(stage.block_lists)}
+        parameters_by_place: dict[BlockPlace, dict[str, ParameterSpec]] = {None: {}}
+        for parameter in stage.parameters():
+            place, name = locations[id(parameter)]
+            parameters_by_place.setdefault(place, {})[name] = ParameterSpec(
+                name, tuple(find_local_shape(parameter)), is_hidden_matrix=id(parameter) in hidden_matrix_ids
+            )
     return parameters_by_place
 
 
 @functools.lru_cache(maxsize=256)
 def _compute_stage_order_keys(key: StageTraceKey) -> dict[tuple[BlockPlace, str], ParameterOrderKey]:
-    _, stage = build_short_stage(
-        key.trace_key.family, key.stage_blocks, key.trace_key.activation_checkpointing, key.trace_key.sequence_length
-    )
-    locations = locate_stage_parameters(stage)
-    return compute_order_keys([locations[id(parameter)] for parameter in stage.parameters()])
+    with open_short_stage(key) as short_stage:
+        locations = locate_stage_parameters(short_stage.stage)
+        return compute_order_keys([locations[id(parameter)] for parameter in short_stage.stage.parameters()])
 
 
 def arrange_stage(

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from bench.config.run_config import RunConfig
-from bench.core.units import MIB
 from bench.prediction.cost import rank_speed
 from bench.prediction.cost.collectives import (
-    ALL_GATHER,
     ALL_REDUCE,
     BROADCAST,
-    REDUCE_SCATTER,
     CollectiveGroup,
     compute_collective_seconds,
 )
@@ -22,8 +20,8 @@ from bench.prediction.prediction import PredictedRange, TimelineSpan, TimePredic
 from bench.prediction.simulation.simulated_rank import RankSpeed, SimulatedRank
 from bench.prediction.simulation.step import OptimizerUpdate
 from bench.strategies.pipeline.schedule import BACKWARD, FORWARD, PipelineAction, Timetable
-from bench.strategies.pipeline.step_plans import StagePlan
-from bench.strategies.step_plan import ParameterSpec
+from bench.strategies.pipeline.step_plans import PlannedCollective, StagePlan
+from bench.strategies.step_plan import PIPELINE_GROUP
 
 PIPELINE_BUBBLE = "pipeline bubble"
 """What limits a step in which ranks mostly wait for other stages."""
@@ -73,10 +71,10 @@ def predict_pipeline_time(
     ]
     norm_s = max(rank_speed.compute_update_collective_seconds(config, update) for update in updates)
     sync_seconds = [
-        _compute_gradient_sync_seconds(config, timetable, stages, stage_seconds, rank)
+        _compute_gradient_sync_seconds(config, timetable, stages, plans, stage_seconds, rank)
         for rank in range(timetable.ranks)
     ]
-    tied_all_reduces = list_tied_all_reduces(config, timetable)
+    tied_all_reduces = list_tied_all_reduces(config, timetable, plans[0])
     tied_s = _compute_mean(
         sum(all_reduce.seconds for all_reduce in tied_all_reduces if rank in all_reduce.ranks)
         for rank in range(timetable.ranks)
@@ -152,20 +150,28 @@ def _simulate_stage_pass(
     return pass_cache[cache_key]
 
 
-def _count_pipeline_copies(config: RunConfig, timetable: Timetable) -> int:
-    return config.gpus // timetable.ranks
+def _find_node_of_pipeline_rank(config: RunConfig, rank: int) -> int:
+    """Of the first copy."""
+    (dim,) = config.strategy.list_group_dims(PIPELINE_GROUP, config.gpus)
+    return rank * dim.stride // min(config.gpus, config.gpus_per_node)
+
+
+def _count_concurrent_pipelines(config: RunConfig) -> int:
+    """Copies whose ranks of one stage are in the same node, and send at the same time."""
+    (dim,) = config.strategy.list_group_dims(PIPELINE_GROUP, config.gpus)
+    return min(config.gpus, config.gpus_per_node, dim.stride)
 
 
 def _compute_send_seconds(config: RunConfig, timetable: Timetable, stage_index: int, size: float) -> float:
     """From a rank of a stage to its neighbour of the next one: what a broadcast among two takes."""
-    num_copies, ranks_per_node = _count_pipeline_copies(config, timetable), min(config.gpus, config.gpus_per_node)
-    sender_node, receiver_node = (
-        index % timetable.ranks * num_copies // ranks_per_node for index in (stage_index, stage_index + 1)
-    )
+    ranks = [timetable.find_rank_of_stage(index) for index in (stage_index, stage_index + 1)]
+    if ranks[0] == ranks[1]:
+        return 0.0
+    sender_node, receiver_node = (_find_node_of_pipeline_rank(config, rank) for rank in ranks)
     group = (
         CollectiveGroup(2, 2)
         if sender_node == receiver_node
-        else CollectiveGroup(2, 1, min(ranks_per_node, num_copies))
+        else CollectiveGroup(2, 1, _count_concurrent_pipelines(config))
     )
     return _compute_collective_seconds(config, BROADCAST, size, group)
 
@@ -189,6 +195,7 @@ def _compute_gradient_sync_seconds(
     config: RunConfig,
     timetable: Timetable,
     stages: Sequence[SimulatedPipelineStage],
+    plans: Sequence[StagePlan],
     stage_seconds: Sequence[StageSeconds],
     rank: int,
 ) -> tuple[float, float]:
@@ -197,52 +204,38 @@ def _compute_gradient_sync_seconds(
     DDP's buckets go while the last backward runs, all but the last one. Under FSDP units are gathered as the first
     micro-batch comes to them, which hides all but the first of them, and reduced when the last backward is over.
     """
-    num_copies = _count_pipeline_copies(config, timetable)
-    if num_copies == 1:
-        return 0.0, 0.0
-    group = CollectiveGroup(num_copies, min(num_copies, config.gpus_per_node), 1)
+    plan = plans[rank]
     exposed_s = total_s = 0.0
     for stage_index in timetable.find_stages_of_rank(rank):
-        stage_units = stages[stage_index].units
-        if not _uses_fsdp(config):
-            size = stage_units.numel * config.precision.parameter_dtype.itemsize
-            num_buckets = max(1.0, size / DDP_BUCKET_BYTES)
-            all_reduce_s = num_buckets * _compute_collective_seconds(config, ALL_REDUCE, size / num_buckets, group)
-            exposed_s += max(all_reduce_s / num_buckets, all_reduce_s - stage_seconds[stage_index].backward)
-            total_s += all_reduce_s
-            continue
-        all_gather_seconds = [
-            _compute_collective_seconds(
-                config, ALL_GATHER, _count_elements(unit.parameters) * config.precision.compute_dtype.itemsize, group
+        units, seconds = stages[stage_index].units, stage_seconds[stage_index]
+        gathers = _list_collective_seconds(config, plan.list_gathers(units))
+        if gathers:
+            exposed_s += gathers[0][0] + max(0.0, _sum_seconds(gathers) - gathers[0][0] - seconds.forward)
+        reductions = _list_collective_seconds(config, plan.list_reductions(units))
+        if reductions:
+            reduction_s = _sum_seconds(reductions)
+            exposed_s += (
+                max(reductions[-1][0], reduction_s - seconds.backward) if plan.reduces_in_backward else reduction_s
             )
-            for unit in stage_units.units
-        ]
-        reduce_scatter_seconds = [
-            _compute_collective_seconds(
-                config, REDUCE_SCATTER, _count_elements(unit.parameters) * config.precision.reduce_dtype.itemsize, group
-            )
-            for unit in stage_units.units
-        ]
-        exposed_s += (
-            all_gather_seconds[0]
-            + max(0.0, sum(all_gather_seconds[1:]) - stage_seconds[stage_index].forward)
-            + sum(reduce_scatter_seconds)
-        )
-        total_s += sum(all_gather_seconds) + sum(reduce_scatter_seconds)
+        total_s += _sum_seconds(gathers) + _sum_seconds(reductions)
     return exposed_s, total_s
 
 
-def _uses_fsdp(config: RunConfig) -> bool:
-    """Whether copies of a stage share it, by FSDP."""
-    return getattr(config.strategy, "data_parallel", None) == "fsdp"
+def _list_collective_seconds(config: RunConfig, collectives: Sequence[PlannedCollective]) -> list[tuple[float, float]]:
+    """Seconds of each, and how often it is carried out."""
+    compute_seconds = functools.cache(
+        lambda kind, size, group: _compute_collective_seconds(
+            config, kind, size, rank_speed.build_collective_group(config, group)
+        )
+    )
+    return [
+        (compute_seconds(collective.kind, collective.size, collective.group), collective.count)
+        for collective in collectives
+    ]
 
 
-DDP_BUCKET_BYTES = 25 * MIB
-"""Of DDP, torch's default."""
-
-
-def _count_elements(parameters: Sequence[ParameterSpec]) -> int:
-    return sum(parameter.numel for parameter in parameters)
+def _sum_seconds(counted_seconds: Sequence[tuple[float, float]]) -> float:
+    return sum(count * seconds for seconds, count in counted_seconds)
 
 
 @dataclass(frozen=True)
@@ -255,19 +248,25 @@ class TiedGradientAllReduce:
     seconds: float
 
 
-def list_tied_all_reduces(config: RunConfig, timetable: Timetable) -> list[TiedGradientAllReduce]:
-    """In the order of a step; the groups of all copies of the pipeline send at the same time."""
-    num_copies, ranks_per_node = _count_pipeline_copies(config, timetable), min(config.gpus, config.gpus_per_node)
-    num_shards = num_copies if _uses_fsdp(config) else 1
+def list_tied_all_reduces(config: RunConfig, timetable: Timetable, plan: StagePlan) -> list[TiedGradientAllReduce]:
+    """In the order of a step; the groups of all copies of the pipeline send at the same time.
+
+    Parameters
+    ----------
+    plan: StagePlan
+        Of any rank. What is tied, the table of embeddings, is divided by tensor parallelism and sharded by FSDP.
+    """
+    split = config.strategy.build_tensor_parallel_split()
+    num_parts = plan.num_shards * (1 if split is None else split.degree)
     tied_all_reduces = []
     for numel, stages in find_shared_parameters(config.model, timetable.num_stages).values():
-        ranks = tuple(sorted({stage % timetable.ranks for stage in stages}))
+        ranks = tuple(sorted({timetable.find_rank_of_stage(stage) for stage in stages}))
         if len(ranks) == 1:
             continue
-        ranks_by_node = Counter(rank * num_copies // ranks_per_node for rank in ranks)
-        concurrent_groups = 1 if len(ranks_by_node) == 1 else min(ranks_per_node, num_copies)
+        ranks_by_node = Counter(_find_node_of_pipeline_rank(config, rank) for rank in ranks)
+        concurrent_groups = 1 if len(ranks_by_node) == 1 else _count_concurrent_pipelines(config)
         group = CollectiveGroup(len(ranks), min(ranks_by_node.values()), concurrent_groups)
-        size = numel / num_shards * config.precision.parameter_dtype.itemsize
+        size = numel / num_parts * config.precision.parameter_dtype.itemsize
         tied_all_reduces.append(
             TiedGradientAllReduce(ranks, group, _compute_collective_seconds(config, ALL_REDUCE, size, group))
         )

@@ -330,9 +330,5 @@ def _compute_outside_bytes(config: RunConfig) -> float:
     speeds = config.hardware.speeds
     if speeds is None:
         return 0.0
-    num_process_groups = (
-        0 if config.gpus == 1 else 1 if config.strategy.resolved_sharding_factor in (1, config.gpus) else 3
-    )
-    if config.strategy.build_tensor_parallel_split() is not None:
-        num_process_groups += 1
+    num_process_groups = config.strategy.count_process_groups(config.gpus)
     return (speeds.outside.context_gib + num_process_groups * speeds.outside.communicator_gib) * GIB

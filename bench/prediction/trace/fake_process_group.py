@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from unittest import mock
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from torch.distributed.tensor.parallel import loss_parallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -40,10 +38,18 @@ def join_fake_process_group(world_size: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def split_model(split: TensorParallelSplit | None, family: Family, model: nn.Module) -> Iterator[None]:
+def split_model(
+    split: TensorParallelSplit | None, family: Family, model: nn.Module, *, keeps_dtensors: bool = False
+) -> Iterator[Mapping[str, str]]:
     """Split a model, which is on meta, as its first rank has it; within, it can be run with fake tensors.
 
-    Nothing happens to a model whose layers are whole (None).
+    Nothing happens to a model whose layers are whole (None). Yields what each process group is, as
+    `TensorParallelSplit.divide_for_trace`.
+
+    Parameters
+    ----------
+    keeps_dtensors: bool
+        Leave parameters DTensors, whatever the split says: for a model of which a part is taken first.
 
     Raises
     ------
@@ -51,14 +57,14 @@ def split_model(split: TensorParallelSplit | None, family: Family, model: nn.Mod
         If the process is a rank already.
     """
     if split is None:
-        yield
+        yield {}
         return
-    with join_fake_process_group(split.degree):
-        split.divide_model(family, model, init_device_mesh("cpu", (split.degree,)))
-        if not split.keeps_dtensors:
+    with join_fake_process_group(split.num_ranks):
+        group_kinds = split.divide_for_trace(family, model)
+        if not (split.keeps_dtensors or keeps_dtensors):
             localize_parameters(model)
-        with _hide_shape_propagation(), loss_parallel():
-            yield
+        with _hide_shape_propagation(), split.divide_loss():
+            yield group_kinds
 
 
 @contextlib.contextmanager

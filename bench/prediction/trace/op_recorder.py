@@ -10,7 +10,7 @@ import contextlib
 import math
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ from bench.prediction.trace.kernels import (
     MEMORY_BOUND,
     OPERAND_FORMATS,
 )
+from bench.strategies.step_plan import TENSOR_GROUP
 
 WRAPPER_TENSOR_TYPES = (DTensor, AsyncCollectiveTensor)
 """Tensors that stand for others: of all ranks, or still on the way."""
@@ -85,7 +86,7 @@ class OpRecorder(TorchDispatchMode):
     on_kernel: callable
         Takes a `KernelRecord`.
     on_collective: callable
-        Takes the kind of a collective among ranks that share a layer and the bytes of the whole.
+        Takes the kind of a collective among ranks that share a layer, the bytes of the whole, and which group it is.
     on_cpu: bool
         Count the working memory of CPU kernels too.
     """
@@ -94,7 +95,7 @@ class OpRecorder(TorchDispatchMode):
         self,
         on_memory_change: Callable[[int, int], None],
         on_kernel: Callable[[KernelRecord], None],
-        on_collective: Callable[[str, int], None] = lambda kind, size: None,
+        on_collective: Callable[[str, int, str], None] = lambda kind, size, group: None,
         *,
         on_cpu: bool,
     ) -> None:
@@ -106,6 +107,8 @@ class OpRecorder(TorchDispatchMode):
         self._sum_detector = InPlaceSumDetector()
         self._live_storages: dict[int, tuple[int, int]] = {}
         self._last_number = 0
+        self.group_kinds: Mapping[str, str] = {}
+        """Which group of a plan each process group is, by its name; those that share layers where it is not there."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator on fake tensors, then note what it made."""
@@ -132,9 +135,9 @@ class OpRecorder(TorchDispatchMode):
             self._on_memory_change(working_bytes, self._last_number)
             self._on_memory_change(-working_bytes, self._last_number)
         if func.namespace == "_c10d_functional" and (kind := COLLECTIVE_BY_OPERATOR.get(func._opname)):
-            self._on_collective(
-                kind, max(map(_count_distinct_bytes, (*_iterate_tensors(args), *_iterate_tensors(out))))
-            )
+            size = max(map(_count_distinct_bytes, (*_iterate_tensors(args), *_iterate_tensors(out))))
+            group_name = getattr(args[-1], "group_name", args[-1])
+            self._on_collective(kind, size, self.group_kinds.get(group_name, TENSOR_GROUP))
         elif is_kernel(func):
             self._on_kernel(describe_kernel(func, args, kwargs, out))
         return out
@@ -169,7 +172,7 @@ class OpRecorder(TorchDispatchMode):
         """Take no further notice of anything."""
         self._on_memory_change = lambda size, number: None
         self._on_kernel = lambda kernel: None
-        self._on_collective = lambda kind, size: None
+        self._on_collective = lambda kind, size, group: None
 
     def _note_free(self, key: int) -> None:
         size, number = self._live_storages.pop(key)

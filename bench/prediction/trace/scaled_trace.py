@@ -68,6 +68,7 @@ class ScaledCollective:
     kind: str
     base_bytes: float
     slope_bytes: float
+    group: str
 
     def compute_bytes(self, batch_weight: float) -> float:
         """Bytes of the whole at a batch size (see `ScaledTrace.compute_batch_weight`)."""
@@ -298,7 +299,11 @@ def _scale_segment(
         kernels=(build_kernel_arrays(a), build_kernel_arrays(b)),
         collectives=tuple(
             ScaledCollective(
-                first_event.kernel, first_event.kind, first_event.size, second_event.size - first_event.size
+                first_event.kernel,
+                first_event.kind,
+                first_event.size,
+                second_event.size - first_event.size,
+                first_event.group,
             )
             for first_event, second_event in zip(a.collectives, b.collectives, strict=True)
         ),
@@ -397,7 +402,7 @@ def build_chunks(
     batch_weight: float,
     kernel_seconds: FloatArray | None,
     block_positions: Sequence[BlockPositions] = (),
-    time_collective: Callable[[str, float], float] = lambda kind, size: 0.0,
+    time_collective: Callable[[str, float, str], float] = lambda kind, size, group: 0.0,
 ) -> tuple[Chunk, ...]:
     """The chunks of a segment at a batch size.
 
@@ -410,7 +415,7 @@ def build_chunks(
     kernel_seconds: array or None
         Of each kernel; None where speeds are unknown.
     time_collective: callable
-        Seconds of a collective among ranks that share a layer: of its kind and its bytes.
+        Seconds of a collective among ranks that share a layer: of its kind, its bytes and its group.
     """
     repetitions = np.ones(len(segment.joint_free_places))
     for index, (list_index, position) in enumerate(segment.joint_free_places if block_positions else ()):
@@ -426,7 +431,10 @@ def build_chunks(
         peak_index = int(np.argmax(levels)) if end > start else 0
         is_last = chunk_index == len(segment.chunk_ends) - 1
         collective_seconds = [
-            (collective.kind, time_collective(collective.kind, collective.compute_bytes(batch_weight)))
+            (
+                collective.kind,
+                time_collective(collective.kind, collective.compute_bytes(batch_weight), collective.group),
+            )
             for collective in segment.collectives
             if kernel_start <= collective.kernels_before < kernel_end
             or (is_last and collective.kernels_before == kernel_end)

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from bench.core import processes
@@ -19,6 +21,7 @@ from bench.models import Family
 from bench.models.checkpointing import checkpoint_blocks, find_block_period
 from bench.models.division import PipelineStageModule
 from bench.prediction.trace.compiled_blocks import compile_blocks
+from bench.prediction.trace.fake_process_group import split_model
 from bench.prediction.trace.op_recorder import use_device_operators
 from bench.prediction.trace.trace import (
     LOSS_PLACE,
@@ -30,6 +33,7 @@ from bench.prediction.trace.trace import (
     sort_simultaneous_frees,
 )
 from bench.prediction.trace.trace_recorder import TRACED_BLOCKS, TraceRecorder, fill_with_fake_tensors
+from bench.strategies.tensor_parallel.split import find_local_shape, localize_parameters
 
 SPARE_TRACED_BLOCKS = 2
 """Beyond those that are traced: an inner stage needs a block before it and one behind."""
@@ -89,24 +93,61 @@ def shorten_stage_blocks(stage_blocks: tuple[StageBlocks, ...], period: int) -> 
     )
 
 
-def build_short_stage(
-    family: Family,
-    stage_blocks: tuple[StageBlocks, ...],
-    checkpointing: str = "none",
-    sequence_length: int | None = None,
-) -> tuple[Family, PipelineStageModule]:
-    """A stage with few blocks, on meta, and the family of the short model it is made of."""
-    is_whole = find_block_period(family, checkpointing) > 1
-    short_family = (None if is_whole else family.limit_blocks(TRACED_BLOCKS + SPARE_TRACED_BLOCKS)) or family
+@dataclass(frozen=True)
+class ShortStage:
+    """A stage with few blocks, on meta, as it is traced."""
+
+    family: Family
+    """Of the short model that it is made of."""
+    model: nn.Module
+    stage: PipelineStageModule
+    group_kinds: Mapping[str, str]
+    """As `split_model` yields them."""
+
+
+@contextlib.contextmanager
+def open_short_stage(key: StageTraceKey) -> Iterator[ShortStage]:
+    """Within, a stage can be run with fake tensors, as the first of the ranks that share its layers has it."""
+    trace_key = key.trace_key
+    is_whole = find_block_period(trace_key.family, trace_key.activation_checkpointing) > 1
+    short_family = (
+        None if is_whole else trace_key.family.limit_blocks(TRACED_BLOCKS + SPARE_TRACED_BLOCKS)
+    ) or trace_key.family
     model = short_family.build_model()
     model.train()
+    checkpoint_blocks(
+        short_family, model, trace_key.activation_checkpointing, sequence_length=trace_key.sequence_length
+    )
+    split = trace_key.split
+    with split_model(split, short_family, model, keeps_dtensors=True) as group_kinds:
+        stage = _build_stage(short_family, model, key.stage_blocks, is_whole=is_whole)
+        if split is not None:
+            block_counts = [len(blocks) for blocks in short_family.find_block_lists(model)]
+            split.prepare_stage(
+                model, stage, is_first=_has_first_block(key), is_last=_has_last_block(key, len(block_counts))
+            )
+            if not split.keeps_dtensors:
+                localize_parameters(stage)
+        yield ShortStage(short_family, model, stage, group_kinds)
+
+
+def _has_first_block(key: StageTraceKey) -> bool:
+    return key.stage_blocks[0].list_index == 0 and key.stage_blocks[0].has_first_block
+
+
+def _has_last_block(key: StageTraceKey, num_lists: int) -> bool:
+    return key.stage_blocks[-1].list_index == num_lists - 1 and key.stage_blocks[-1].has_last_block
+
+
+def _build_stage(
+    short_family: Family, model: nn.Module, stage_blocks: tuple[StageBlocks, ...], *, is_whole: bool
+) -> PipelineStageModule:
     block_counts = [len(blocks) for blocks in short_family.find_block_lists(model)]
-    checkpoint_blocks(short_family, model, checkpointing, sequence_length=sequence_length)
     if is_whole:
         assert stage_blocks[0].first_position is not None
         start = sum(block_counts[: stage_blocks[0].list_index]) + stage_blocks[0].first_position
         num_blocks = sum(blocks.num_blocks for blocks in stage_blocks)
-        return short_family, short_family.build_stage(model, range(start, start + num_blocks))
+        return short_family.build_stage(model, range(start, start + num_blocks))
     first_blocks, last_blocks = stage_blocks[0], stage_blocks[-1]
     start = sum(block_counts[: first_blocks.list_index])
     if not first_blocks.has_first_block:
@@ -121,7 +162,7 @@ def build_short_stage(
     stage = short_family.build_stage(model, range(start, stop))
     for blocks, list_blocks in zip(stage.block_lists, stage_blocks, strict=True):
         del blocks[list_blocks.num_blocks - 1 : len(blocks) - 1]
-    return short_family, stage
+    return stage
 
 
 def locate_stage_parameters(stage: PipelineStageModule) -> dict[int, tuple[BlockPlace, str]]:
@@ -143,13 +184,16 @@ def find_handover_dtype(key: TraceKey) -> torch.dtype:
 
 def trace_stage(key: StageTraceKey, batch_size: int) -> Trace:
     """Trace a micro-batch of some size through a stage, forward and backward."""
-    trace_key = key.trace_key
-    family, stage = build_short_stage(
-        trace_key.family, key.stage_blocks, trace_key.activation_checkpointing, trace_key.sequence_length
-    )
-    is_first = key.stage_blocks[0].list_index == 0 and key.stage_blocks[0].has_first_block
+    with open_short_stage(key) as short_stage:
+        return _trace_stage(key, short_stage, batch_size)
+
+
+def _trace_stage(key: StageTraceKey, short_stage: ShortStage, batch_size: int) -> Trace:
+    trace_key, family, stage = key.trace_key, short_stage.family, short_stage.stage
+    split = trace_key.split
+    local_length = trace_key.sequence_length // (1 if split is None else split.context_degree)
     block_counts = [len(blocks) for blocks in family.find_block_lists(family.build_model())]
-    is_last = key.stage_blocks[-1].list_index == len(block_counts) - 1 and key.stage_blocks[-1].has_last_block
+    is_first, is_last = _has_first_block(key), _has_last_block(key, len(block_counts))
     first_block = sum(block_counts[: key.stage_blocks[0].list_index]) + (
         0 if key.stage_blocks[0].has_first_block else 1
     )
@@ -158,13 +202,15 @@ def trace_stage(key: StageTraceKey, batch_size: int) -> Trace:
     )
 
     def make_handover_tensors(block: int, requires_grad: bool) -> tuple[torch.Tensor, ...]:
-        shapes = family.find_stage_input_shapes(block, trace_key.sequence_length)
+        shapes = family.find_stage_input_shapes(block, local_length)
         tensor_options: dict[str, Any] = {"dtype": find_handover_dtype(trace_key), "requires_grad": requires_grad}
         return tuple(torch.empty(batch_size, *shape, **tensor_options) for shape in shapes)
 
     if trace_key.compile:
         compile_blocks(stage.block_lists)
+    compute_loss = family.compute_loss if split is None else split.build_loss(family)
     trace_recorder = TraceRecorder(on_cpu=trace_key.device == "cpu")
+    trace_recorder.op_recorder.group_kinds = short_stage.group_kinds
     with (
         processes.pause_garbage_collection(),
         FakeTensorMode(),
@@ -179,6 +225,8 @@ def trace_stage(key: StageTraceKey, batch_size: int) -> Trace:
         (batch,) = trace_recorder.make_inputs(
             [lambda: family.build_batch(batch_size, trace_key.sequence_length, torch.Generator())]
         )
+        if split is not None:
+            batch = split.select_tokens(short_stage.model, batch)
         trace_recorder.enter_phase("forward")
         with _enter_autocast(trace_key):
             stage_output = stage(*received_activations, **batch.inputs)
@@ -191,7 +239,7 @@ def trace_stage(key: StageTraceKey, batch_size: int) -> Trace:
         if is_last:
             trace_recorder.start_segment("forward", LOSS_PLACE)
             outputs[0].register_hook(lambda _gradient: trace_recorder.start_segment("backward", None))
-            loss = family.compute_loss(outputs[0], batch.labels) / 1
+            loss = compute_loss(outputs[0], batch.labels) / 1
         trace_recorder.start_segment("backward", LOSS_PLACE if is_last else None)
         inputs = [*received_activations, *batch.inputs.values()]
         from torch.distributed.pipelining._backward import stage_backward  # brings the compiler along: half a second
@@ -200,7 +248,10 @@ def trace_stage(key: StageTraceKey, batch_size: int) -> Trace:
         trace_recorder.start_segment("backward", None)
         del stage_output, outputs, loss, input_gradients
         trace_recorder.op_recorder.close()
-    gradient_sizes = {name: parameter.nbytes for parameter, (_, name) in _list_located_parameters(stage)}
+    gradient_sizes = {
+        name: find_local_shape(parameter).numel() * parameter.element_size()
+        for parameter, (_, name) in _list_located_parameters(stage)
+    }
     for segment in trace_recorder.segments:
         segment.gradients = [
             _move_past_free(segment, event, gradient_sizes[event.parameter]) for event in segment.gradients

@@ -13,6 +13,7 @@ from bench.core.precision import Precision
 from bench.models import Family
 from bench.models.checkpointing import find_block_period
 from bench.prediction.trace.op_recorder import KernelRecord
+from bench.strategies.step_plan import TENSOR_GROUP
 from bench.strategies.tensor_parallel.split import TensorParallelSplit
 
 BlockPlace = tuple[int, int] | None
@@ -78,6 +79,8 @@ class CollectiveEvent:
     """all-reduce, all-gather, reduce-scatter or all-to-all; or `TO_HOST`, `TO_DEVICE`."""
     size: int
     """Bytes of the whole; of an all-to-all, what a rank has for all ranks."""
+    group: str = TENSOR_GROUP
+    """Which ranks: one of a plan's groups."""
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,7 @@ from bench.prediction.trace.trace import (
 )
 from bench.rank.engine import Engine, disable_autocast
 from bench.strategies import Stepper
+from bench.strategies.step_plan import TENSOR_GROUP
 from bench.strategies.tensor_parallel.split import find_local_shape, wrap_like_dtensor
 
 TRACED_BLOCKS = 4
@@ -87,13 +88,16 @@ def trace_step(key: TraceKey, batch_size: int, *, whole_model: bool = False) -> 
         offload_activations(family, model, PinnedTransfer() if key.device == "cpu" else TracedTransfer(trace_recorder))
     chunked_loss = None if key.loss_chunks is None else ChunkedLoss(family, model, key.loss_chunks)
     with (
-        split_model(key.split, family, model) if key.num_ranks == 1 else join_fake_process_group(key.num_ranks),
+        (
+            split_model(key.split, family, model) if key.num_ranks == 1 else join_fake_process_group(key.num_ranks)
+        ) as group_kinds,
         processes.pause_garbage_collection(),
         FakeTensorMode(),
         use_device_operators(key.device),
         trace_recorder.op_recorder,
         trace_recorder.track_rng_states(),
     ):
+        trace_recorder.op_recorder.group_kinds = group_kinds or {}
         fill_with_fake_tensors(model, family, key)
         locations = locate_parameters(family, model)
         trace_recorder.watch_model(family, model, locations)
@@ -111,15 +115,19 @@ def trace_step(key: TraceKey, batch_size: int, *, whole_model: bool = False) -> 
             device=torch.device("cpu"),
             synchronize_every_micro_batch=False,
             enter_phase=trace_recorder.enter_phase,
-            loss=family.compute_loss,
+            loss=family.compute_loss if key.split is None else key.split.build_loss(family),
             chunked_loss=chunked_loss,
         )
         batch_factories = [
             lambda: family.build_batch(batch_size, key.sequence_length, torch.Generator())
         ] * key.micro_batches
         micro_batches = trace_recorder.make_inputs(batch_factories)
+        if key.split is not None and key.split.context_degree > 1:
+            trace_recorder.start_first_segment()
+            micro_batches = [key.split.select_tokens(model, batch) for batch in micro_batches]
         with _enter_gpu_autocast(key):
             loss = engine.step(micro_batches)
+        del micro_batches
         trace_recorder.op_recorder.close()
         del loss
     for segment in trace_recorder.segments:
@@ -203,6 +211,10 @@ class TraceRecorder:
         batches = [make_batch() for make_batch in batch_factories]
         self._counting_inputs = False
         return batches
+
+    def start_first_segment(self) -> None:
+        """Before the first micro-batch's forward pass begins, as a part of it."""
+        self.segments.append(TraceSegment("forward", 0, None))
 
     def enter_phase(self, phase: str) -> None:
         if phase == "forward":
@@ -300,10 +312,10 @@ class TraceRecorder:
         if self.segments and not self._counting_inputs:
             self.segments[-1].kernels.append(kernel)
 
-    def note_collective(self, kind: str, size: int) -> None:
+    def note_collective(self, kind: str, size: int, group: str = TENSOR_GROUP) -> None:
         if self.segments and not self._counting_inputs:
             segment = self.segments[-1]
-            segment.collectives.append(CollectiveEvent(len(segment.kernels), kind, size))
+            segment.collectives.append(CollectiveEvent(len(segment.kernels), kind, size, group))
 
     def free_gradients_at_events(self) -> None:
         """Let every gradient leave the trace right behind the event that completes it.

@@ -34,7 +34,7 @@ def check_knobs(strategy: MeshStrategy) -> None:
             "ZeroRedundancyOptimizer divides states among the ranks of one process group, and experts have another one "
             "than the rest: choose strategy.data=fsdp or ddp."
         )
-    timetable = strategy.pipeline_timetable
+    timetable = strategy.timetable
     if timetable is not None:
         check_schedule(timetable)
         if strategy.schedule in SPLIT_BACKWARD_SCHEDULES and data in ("ddp", "zero1"):
@@ -131,7 +131,7 @@ def _check_sequences(strategy: MeshStrategy, family: Family, sequence_length: in
 
 
 def _check_stages(strategy: MeshStrategy, family: Family, batch_size_per_gpu: int) -> None:
-    timetable = strategy.pipeline_timetable
+    timetable = strategy.timetable
     assert timetable is not None
     if family.num_blocks is None:
         raise ImpossibleError(
@@ -163,7 +163,7 @@ def _check_stages(strategy: MeshStrategy, family: Family, batch_size_per_gpu: in
 
 def find_batch_size_multiple(strategy: MeshStrategy) -> int:
     """Of the batch size per GPU, so that every micro-batch of the schedule has as many sequences."""
-    timetable = strategy.pipeline_timetable
+    timetable = strategy.timetable
     if timetable is None:
         return 1
     return timetable.micro_batches // math.gcd(

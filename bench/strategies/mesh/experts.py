@@ -13,7 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.distributed._functional_collectives import (
+    AsyncCollectiveTensor,
+    all_reduce,
+    all_to_all_single,
+    all_to_all_single_autograd,
+)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import PrepareModuleInput, PrepareModuleOutput, parallelize_module
@@ -56,15 +61,29 @@ class ExpertSplit:
         group, degree = self.expert_mesh.get_group(), self.expert_mesh.size()
         num_local = experts.num_experts // degree
         sent_counts = row_experts.bincount(minlength=experts.num_experts)
-        received_counts = torch.empty_like(sent_counts)
-        dist.all_to_all_single(received_counts, sent_counts, group=group)
-        sent_splits = sent_counts.view(degree, -1).sum(dim=1).tolist()
-        received_splits = received_counts.view(degree, -1).sum(dim=1).tolist()
+        received_counts = _wait(all_to_all_single(sent_counts, None, None, group))
+        sent_splits, received_splits = self.list_splits(sent_counts, received_counts, rows.shape[0])
         received = all_to_all_single_autograd(rows, received_splits, sent_splits, group)
-        local_experts = torch.arange(num_local, device=rows.device).repeat(degree).repeat_interleave(received_counts)
+        local_experts = torch.arange(num_local, device=rows.device).repeat(degree)
+        local_experts = local_experts.repeat_interleave(received_counts, output_size=sum(received_splits))
         sorted_experts, order = local_experts.sort(stable=True)
         results = compute_sorted_rows(experts, received[order], sorted_experts, num_local)
         return all_to_all_single_autograd(results[order.argsort()], sent_splits, received_splits, group)
+
+    def list_splits(
+        self, sent_counts: torch.Tensor, received_counts: torch.Tensor, num_rows: int
+    ) -> tuple[list[int], list[int]]:
+        """Rows that go to each rank, and that come from each, of those per expert: the host waits for them."""
+        assert self.expert_mesh is not None
+        degree = self.expert_mesh.size()
+        return (
+            sent_counts.view(degree, -1).sum(dim=1).tolist(),
+            received_counts.view(degree, -1).sum(dim=1).tolist(),
+        )
+
+    def build_traced(self) -> ExpertSplit:
+        """The same for tensors without values."""
+        return TracedExpertSplit(self.expert_mesh, self.tensor_mesh)
 
     def finish_outputs(self, outputs: torch.Tensor) -> torch.Tensor:
         """The sum over the parts of each expert."""
@@ -72,6 +91,22 @@ class ExpertSplit:
             return outputs
         total: torch.Tensor = _SumOutputs.apply(outputs, self.tensor_mesh.get_group())
         return total
+
+
+class TracedExpertSplit(ExpertSplit):
+    """Takes rows to go to the experts of all ranks in equal numbers, which nobody can tell where nothing is computed."""
+
+    def list_splits(
+        self, sent_counts: torch.Tensor, received_counts: torch.Tensor, num_rows: int
+    ) -> tuple[list[int], list[int]]:
+        """As many to and from each rank; one more for the first of them where they do not divide."""
+        assert self.expert_mesh is not None
+        degree = self.expert_mesh.size()
+        # What a rank would compute of the counts, but for their values.
+        sent_counts.view(degree, -1).sum(dim=1)
+        received_counts.view(degree, -1).sum(dim=1)
+        splits = [num_rows // degree + (rank < num_rows % degree) for rank in range(degree)]
+        return splits, splits
 
 
 def divide_experts(model: nn.Module, mesh: RankMesh, *, sequence_parallel: bool) -> set[int]:
@@ -122,6 +157,15 @@ def arrange_expert_parameter(name: str, whole: torch.Tensor, tensor_degree: int)
     return whole.unflatten(1, (2, tensor_degree, -1)).transpose(1, 2).flatten(1, 3)
 
 
+def _wait(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
+
+
+def _add_up(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The sum of all ranks' tensors, beside this rank's."""
+    return _wait(all_reduce(tensor.contiguous(), "sum", group))
+
+
 class _SumGradients(torch.autograd.Function):
     """A tensor that all ranks of a group have; its gradient is the sum of theirs."""
 
@@ -132,9 +176,7 @@ class _SumGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        total = grads[0].contiguous().clone()
-        dist.all_reduce(total, group=ctx.group)
-        return total, None
+        return _add_up(grads[0], ctx.group), None
 
 
 class _SumOutputs(torch.autograd.Function):
@@ -142,9 +184,7 @@ class _SumOutputs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        total = tensor.contiguous().clone()
-        dist.all_reduce(total, group=group)
-        return total
+        return _add_up(tensor, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:

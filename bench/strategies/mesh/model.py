@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,17 +10,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import PrepareModuleOutput, loss_parallel, parallelize_module
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from bench.models import Batch
-from bench.models.division import SEQUENCE_SHARD, LayerDivision, split_blocks_into_stages
+from bench.models.division import split_blocks_into_stages
 from bench.strategies.base import WrapContext
 from bench.strategies.ddp import KEEP_BUFFERS
 from bench.strategies.mesh.context import ContextSplit
-from bench.strategies.mesh.experts import arrange_expert_parameter, divide_experts
+from bench.strategies.mesh.experts import arrange_expert_parameter
 from bench.strategies.mesh.layout import CONTEXT, EXPERT, PIPELINE, REPLICATING_DIMS, SHARDS, TENSOR, RankMesh
+from bench.strategies.mesh.split import DividedLayers, divide_layers, divide_loss
 from bench.strategies.pipeline.model import PipelinedModel, PipelineStepper, build_tied_parameters
 from bench.strategies.pipeline.schedule import SPLIT_BACKWARD_SCHEDULES, Timetable
 from bench.strategies.stepper import StepEngine, Stepper
@@ -72,67 +71,42 @@ def divide_model(
     uses_autocast: bool,
 ) -> DividedModel:
     """Divide a model that is on meta, and wrap and fill this rank's part of it. All ranks call this together."""
-    tensor_mesh, context_mesh = mesh.get_mesh(TENSOR), mesh.get_mesh(CONTEXT)
-    division = LayerDivision()
-    if tensor_mesh is not None:
-        division = context.family.build_layer_division(model, sequence_parallel=sequence_parallel)
-        division.apply_to_model(model, tensor_mesh)
-    expert_ids = divide_experts(model, mesh, sequence_parallel=sequence_parallel)
+    divided = divide_layers(model, context.family, mesh, context_form=context_form, sequence_parallel=sequence_parallel)
     context.materializer.note_replaced_parameters(model)
     degree = mesh.layout.get_degree(TENSOR)
     context.materializer.arrange_parameter = lambda name, whole: arrange_expert_parameter(
-        name, division.arrange_parameter(name, whole, degree), degree
+        name, divided.division.arrange_parameter(name, whole, degree), degree
     )
-    context_split = None
-    if context_mesh is not None:
-        assert context_form is not None
-        context_split = ContextSplit(context_mesh, context_form)
-        context_split.apply_to_model(model)
-    wrapper = _PartWrapper(context, mesh, data, expert_ids, reshard_after_forward, uses_autocast)
+    wrapper = _PartWrapper(context, mesh, data, divided.expert_ids, reshard_after_forward, uses_autocast)
     module: nn.Module
     if timetable is None:
         _, module = wrapper.wrap_part(model, context.family.find_block_lists(model), [])
     else:
-        module = _build_stages(model, context, mesh, division, wrapper, timetable, sequence_parallel=sequence_parallel)
-    return DividedModel(module, mesh, context_split, wrapper.expert_parameters, loss_parallel)
+        module = _build_stages(model, context, divided, wrapper, timetable)
+    return DividedModel(module, mesh, divided.context, wrapper.expert_parameters, loss_parallel)
 
 
 def _build_stages(
-    model: nn.Module,
-    context: WrapContext,
-    mesh: RankMesh,
-    division: LayerDivision,
-    wrapper: _PartWrapper,
-    timetable: Timetable,
-    *,
-    sequence_parallel: bool,
+    model: nn.Module, context: WrapContext, divided: DividedLayers, wrapper: _PartWrapper, timetable: Timetable
 ) -> PipelinedModel:
     """The stages of this rank. Between stages hidden states are whole, also where layers divide them."""
-    family = context.family
+    family, mesh = context.family, divided.mesh
     assert family.num_blocks is not None
-    first_blocks = [blocks[0] for blocks in family.find_block_lists(model)]
-    sequence_splits = [style for module, style in division.parallel_styles if module in first_blocks]
     block_ranges = split_blocks_into_stages(family.num_blocks, timetable.num_stages)
     stages = [family.build_stage(model, blocks) for blocks in block_ranges]
     parameter_names = [context.materializer.list_parameter_names(stage) for stage in stages]
-    pipeline_mesh, tensor_mesh = mesh.get_mesh(PIPELINE), mesh.get_mesh(TENSOR)
+    pipeline_mesh = mesh.get_mesh(PIPELINE)
     assert pipeline_mesh is not None
     wrapped_stages: dict[int, nn.Module] = {}
     filled_parameters: dict[tuple[int, str], nn.Parameter] = {}
     for index in timetable.find_stages_of_rank(pipeline_mesh.get_local_rank()):
         stage = stages[index]
-        if sequence_parallel:
-            assert tensor_mesh is not None
-            if index > 0:
-                parallelize_module(stage.block_lists[0][0], tensor_mesh, sequence_splits[0], src_data_rank=None)
-            if index < timetable.num_stages - 1:
-                gathered_output = PrepareModuleOutput(
-                    output_layouts=SEQUENCE_SHARD, desired_output_layouts=Replicate(), use_local_output=True
-                )
-                last_block = parallelize_module(stage.block_lists[-1][-1], tensor_mesh, gathered_output)
-                if timetable.schedule in SPLIT_BACKWARD_SCHEDULES:
-                    # torch detaches what a stage hands over in place, which it cannot do to a view of a DTensor.
-                    last_block.register_forward_hook(lambda _module, _inputs, hidden: hidden.clone())
+        divided.prepare_stage(
+            stage,
+            is_first=index == 0,
+            is_last=index == timetable.num_stages - 1,
+            copies_output=timetable.schedule in SPLIT_BACKWARD_SCHEDULES,
+        )
         parameters, wrapped_stages[index] = wrapper.wrap_part(stage, stage.block_lists, parameter_names[index])
         filled_parameters |= {(index, name): parameter for name, parameter in parameters.items()}
     tied_parameters = build_tied_parameters(
@@ -254,13 +228,6 @@ def _strip_parametrization(path: str) -> str:
 
 
 # --- A step on a mesh.
-
-
-@contextlib.contextmanager
-def divide_loss(*, is_parallel: bool) -> Iterator[None]:
-    """Around a step whose loss is computed on logits that are divided over the vocabulary."""
-    with loss_parallel() if is_parallel else contextlib.nullcontext():
-        yield
 
 
 class MeshStepper(Stepper):

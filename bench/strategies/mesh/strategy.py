@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -19,7 +19,6 @@ from bench.core.precision import AUTOCAST_MIXING, PARAMETER_MIXING, Precision
 from bench.core.presentation import Presentation, TrainingTerm
 from bench.core.typed_config import OneOf, Within
 from bench.models import Family
-from bench.models.base import IGNORED_LABEL
 from bench.optimizers.updated_tensor import DIVIDED_DTENSORS, DTENSORS, PARTS, WHOLE_TENSORS
 from bench.strategies.base import BuildOptimizer, StepSettings, Strategy, WrapContext, require_sharding_factor
 from bench.strategies.ddp import DDP_FIRST_STEADY_STEP
@@ -53,11 +52,20 @@ from bench.strategies.mesh.model import (
     MeshStepper,
     divide_model,
 )
+from bench.strategies.mesh.plans import (
+    count_mesh_process_groups,
+    list_mesh_group_dims,
+    plan_mesh_stages,
+    plan_mesh_step,
+)
+from bench.strategies.mesh.split import MeshSplit, build_mesh_loss
 from bench.strategies.pipeline.model import PipelinedModel
 from bench.strategies.pipeline.schedule import ALL_SCHEDULES, DUAL_PIPE_V, Timetable
 from bench.strategies.pipeline.schedule_checks import choose_virtual_stages
+from bench.strategies.pipeline.step_plans import StagePlan, StageUnits
+from bench.strategies.step_plan import GroupDim, PlanInputs, StepPlan
 from bench.strategies.stepper import Stepper
-from bench.strategies.tensor_parallel.split import list_local_parameters
+from bench.strategies.tensor_parallel.split import TensorParallelSplit, list_local_parameters
 
 DEGREE_RANGE = Within(1, 2**17)
 
@@ -83,7 +91,7 @@ class MeshStrategy(Strategy):
             divides=("every layer", "layers", "sequences", "experts"),
         ),
     )
-    supported_modes = ("measure",)
+    supported_modes = ("measure", "predict")
     supported_finetunes = ("full", "lora")
 
     tensor: Annotated[int | None, DEGREE_RANGE]
@@ -165,9 +173,8 @@ class MeshStrategy(Strategy):
         return MeshLayout(tuple((name, getattr(self, name)) for name in parse_order(self.order)))
 
     @property
-    def pipeline_timetable(self) -> Timetable | None:
-        """Which stages each rank runs; None for a model that is not cut into stages. It is no `timetable`, from which
-        a prediction would be made."""
+    def timetable(self) -> Timetable | None:
+        """Which stages each rank runs; None for a model that is not cut into stages."""
         if self.layout.get_degree(PIPELINE) == 1:
             return None
         assert self.micro_batches is not None
@@ -210,6 +217,30 @@ class MeshStrategy(Strategy):
         is_ddp = self.data in (DDP_KIND, ZERO1_KIND)
         return DDP_FIRST_STEADY_STEP if is_ddp else super().first_steady_step
 
+    def build_tensor_parallel_split(self) -> TensorParallelSplit | None:
+        """How layers, sequences and experts are divided; None where each rank has whole ones."""
+        tensor, context, expert = (self.layout.get_degree(name) for name in (TENSOR, CONTEXT, EXPERT))
+        keeps_dtensors = self.data == FSDP_KIND
+        if tensor == context == expert == 1:
+            return None
+        if context == expert == 1 and self.loss_parallel and self.layout.get_degree(PIPELINE) == 1:
+            return TensorParallelSplit(tensor, self.sequence_parallel, keeps_dtensors)
+        return MeshSplit(
+            tensor, self.sequence_parallel, keeps_dtensors, context, self.context_form, expert, self.loss_parallel
+        )
+
+    def list_group_dims(self, group_name: str, world_size: int) -> Sequence[GroupDim]:
+        return list_mesh_group_dims(self.layout, group_name)
+
+    def count_process_groups(self, world_size: int) -> int:
+        return count_mesh_process_groups(self.layout, self.data)
+
+    def plan(self, inputs: PlanInputs) -> StepPlan:
+        return plan_mesh_step(self, inputs)
+
+    def plan_stages(self, stages: Sequence[StageUnits], inputs: PlanInputs) -> StagePlan:
+        return plan_mesh_stages(self, stages, inputs)
+
     def find_batch_share(self, rank: int, world_size: int) -> tuple[int, int]:
         return self.layout.find_batch_share(rank)
 
@@ -246,7 +277,7 @@ class MeshStrategy(Strategy):
             context,
             RankMesh(self.layout, context.device),
             data=self.data,
-            timetable=self.pipeline_timetable,
+            timetable=self.timetable,
             context_form=self.context_form,
             sequence_parallel=self.sequence_parallel,
             loss_parallel=self.loss_parallel,
@@ -257,20 +288,7 @@ class MeshStrategy(Strategy):
         return divided.module
 
     def build_loss(self, family: Family) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-        """The mean over the rank's own predictions, times their share of the sequences' predictions: the mean over
-        context-parallel ranks is that of whole sequences."""
-        degree = self.layout.get_degree(CONTEXT)
-
-        def compute_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            if isinstance(logits, DTensor) and not self.loss_parallel:
-                logits = logits.full_tensor()
-            loss = family.compute_loss(logits, labels)
-            if degree == 1:
-                return loss
-            predictions = labels.shape[0] * _count_predictions(family, labels.shape[1] * degree)
-            return loss * ((labels != IGNORED_LABEL).sum() * (degree / predictions))
-
-        return compute_loss
+        return build_mesh_loss(family, self.layout.get_degree(CONTEXT), is_parallel=self.loss_parallel)
 
     def build_optimizer(self, module: nn.Module, build: BuildOptimizer) -> torch.optim.Optimizer:
         """One group of parameters per mesh: torch's kernels over many tensors take DTensors of one mesh only. With
@@ -324,10 +342,3 @@ class MeshStrategy(Strategy):
         """Without synchronisation gradients stay as the data parallelism has them."""
         with control_data_parallel_sync(wrapped, synchronize):
             yield
-
-
-@functools.cache
-def _count_predictions(family: Family, sequence_length: int) -> int:
-    """Of one whole sequence, as many in every one."""
-    labels = family.build_batch(1, sequence_length, torch.Generator()).labels
-    return int((labels != IGNORED_LABEL).sum())

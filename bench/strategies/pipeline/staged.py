@@ -36,7 +36,7 @@ from bench.strategies.pipeline.step_plans import (
     StagePlan,
     StageUnits,
 )
-from bench.strategies.step_plan import PlanInputs
+from bench.strategies.step_plan import DATA_GROUP, PIPELINE_GROUP, GroupDim, PlanInputs
 from bench.strategies.stepper import Stepper
 
 SHARDING_FACTOR_BY_STAGES = "stages"
@@ -108,6 +108,15 @@ class PipelinedStrategy(Strategy):
         require_sharding_factor(self, SHARDING_FACTOR_BY_STAGES, factor, world_size, reason)
         strategy = dataclasses.replace(self, stages=stages, data_parallel=data_parallel, sharding_factor=factor)
         return super(PipelinedStrategy, strategy).resolve(world_size, ranks_per_node, accumulates=accumulates)
+
+    def list_group_dims(self, group_name: str, world_size: int) -> Sequence[GroupDim]:
+        """Copies of a stage are neighbours."""
+        num_copies = world_size // self.ranks_per_copy
+        if group_name == PIPELINE_GROUP:
+            return [GroupDim(self.ranks_per_copy, num_copies)]
+        return (
+            [GroupDim(num_copies, 1)] if group_name == DATA_GROUP else super().list_group_dims(group_name, world_size)
+        )
 
     def find_batch_share(self, rank: int, world_size: int) -> tuple[int, int]:
         """One share per copy of the model."""
@@ -194,7 +203,7 @@ class PipelinedStrategy(Strategy):
     def plan_stages(self, stages: Sequence[StageUnits], inputs: PlanInputs) -> StagePlan:
         """Whole stages, with buckets, or shards of them."""
         if self.data_parallel == "fsdp":
-            return ShardedStagePlan(stages, inputs, inputs.world_size // self.ranks_per_copy)
+            return ShardedStagePlan(stages, inputs, inputs.world_size // self.ranks_per_copy, shard_group=DATA_GROUP)
         return (ReplicatedStagePlan if self.data_parallel == "ddp" else SingleCopyStagePlan)(stages, inputs)
 
     def wrap(self, model: nn.Module, context: WrapContext) -> nn.Module:

@@ -11,12 +11,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from bench.core.units import MIB
 from bench.optimizers import UpdatedTensor
 from bench.strategies.step_plan import (
     ALL_GATHER_MEMORY,
+    DATA_GROUP,
     GRADIENT_MEMORY,
     PARAMETER_MEMORY,
     REDUCTION_MEMORY,
+    REPLICA_GROUP,
+    SHARD_GROUP,
     WORLD_GROUP,
     ParameterSpec,
     PlanDevice,
@@ -51,6 +55,18 @@ def find_tied_parameters(names: Sequence[Sequence[str]]) -> dict[str, list[int]]
     return {name: stages for name, stages in stages_by_name.items() if len(stages) > 1}
 
 
+@dataclass(frozen=True)
+class PlannedCollective:
+    """What the ranks of a group exchange for a stage."""
+
+    kind: str
+    size: float
+    """Bytes of the whole."""
+    group: str
+    count: float = 1.0
+    """How often, one after the other."""
+
+
 class StagePlan(RankPlan):
     """One rank's part in a step of a pipeline, stage by stage. Called in the order of the step."""
 
@@ -69,6 +85,20 @@ class StagePlan(RankPlan):
     def norm_groups(self) -> Sequence[str]:
         """All ranks, which divide what several of them have by their number."""
         return (WORLD_GROUP,)
+
+    num_shards = 1
+    """Ranks that each parameter is sharded over."""
+
+    def list_gathers(self, stage: StageUnits) -> Sequence[PlannedCollective]:
+        """Of a stage's parameters, in the order in which its first micro-batch comes to them."""
+        return ()
+
+    reduces_in_backward = False
+    """Whether gradients are reduced while the last backward goes on; else when it is over."""
+
+    def list_reductions(self, stage: StageUnits) -> Sequence[PlannedCollective]:
+        """Of a stage's gradients."""
+        return ()
 
     gathers_units = False
     """Whether units are gathered, one by one, as the first micro-batch comes to them."""
@@ -139,6 +169,10 @@ class SingleCopyStagePlan(StagePlan):
                 device.allocate(name_stage_gradients(stage), stage.numel * self.parameter_itemsize, GRADIENT_MEMORY)
 
 
+DDP_BUCKET_BYTES = 25 * MIB
+"""Of DDP, torch's default."""
+
+
 class ReplicatedStagePlan(SingleCopyStagePlan):
     """DDP around each stage, whose gradients are views of its buckets when a step is over."""
 
@@ -148,6 +182,14 @@ class ReplicatedStagePlan(SingleCopyStagePlan):
         for stage in self.stages:
             device.free(name_stage_gradients(stage))
             device.allocate(f"buckets {stage.index}", stage.numel * self.parameter_itemsize, GRADIENT_MEMORY)
+
+    reduces_in_backward = True
+
+    def list_reductions(self, stage: StageUnits) -> Sequence[PlannedCollective]:
+        """Buckets of equal size."""
+        size = stage.numel * self.parameter_itemsize
+        num_buckets = max(1.0, size / DDP_BUCKET_BYTES)
+        return [PlannedCollective("all-reduce", size / num_buckets, DATA_GROUP, num_buckets)]
 
     def takes_each_gradient(self, *, is_last_backward: bool) -> bool:
         return is_last_backward
@@ -177,11 +219,21 @@ MAX_STAGES_GATHERED_AHEAD = 3
 
 
 class ShardedStagePlan(StagePlan):
-    """FSDP2 around each stage and each of its blocks, over so many copies."""
+    """FSDP2 around each stage and each of its blocks, over so many copies, of which there may be replicas."""
 
-    def __init__(self, stages: Sequence[StageUnits], inputs: PlanInputs, num_copies: int) -> None:
+    def __init__(
+        self,
+        stages: Sequence[StageUnits],
+        inputs: PlanInputs,
+        num_copies: int,
+        *,
+        shard_group: str = SHARD_GROUP,
+        num_replicas: int = 1,
+    ) -> None:
         super().__init__(stages, inputs)
-        self._num_copies = num_copies
+        self._num_copies = self.num_shards = num_copies
+        self._shard_group = shard_group
+        self._num_replicas = num_replicas
         self._compute_itemsize = inputs.precision.compute_dtype.itemsize
         self._reduce_itemsize = inputs.reduce_itemsize
         self._accumulated_units: set[tuple[int, int]] = set()
@@ -206,6 +258,22 @@ class ShardedStagePlan(StagePlan):
             device.allocate("gradient shards", sum(self.updated_numels) * self.parameter_itemsize, GRADIENT_MEMORY)
 
     gathers_units = True
+
+    def list_gathers(self, stage: StageUnits) -> Sequence[PlannedCollective]:
+        return [
+            PlannedCollective("all-gather", unit.numel * self._compute_itemsize, self._shard_group)
+            for unit in stage.units
+        ]
+
+    def list_reductions(self, stage: StageUnits) -> Sequence[PlannedCollective]:
+        """Unit by unit, among shards and then among replicas."""
+        collectives = []
+        for unit in stage.units:
+            size = unit.numel * self._reduce_itemsize
+            collectives.append(PlannedCollective("reduce-scatter", size, self._shard_group))
+            if self._num_replicas > 1:
+                collectives.append(PlannedCollective("all-reduce", size / self._num_copies, REPLICA_GROUP))
+        return collectives
 
     def begin_step(self, device: PlanDevice, *, gathers_ahead: bool) -> None:
         """Stages that are gathered ahead arrive in buffers."""

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.utils import parametrize
 
-from bench.models import Family
-from bench.models.division import LayerDivision
+from bench.models import Batch, Family
+from bench.models.division import LayerDivision, PipelineStageModule
+from bench.strategies.step_plan import TENSOR_GROUP
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,42 @@ class TensorParallelSplit:
         layer_division = family.build_layer_division(model, sequence_parallel=self.sequence_parallel)
         layer_division.apply_to_model(model, mesh)
         return layer_division
+
+    # What a trace of one rank's part asks, in a process group of as many ranks as share it.
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that work on the same part of the model or of its sequences."""
+        return self.degree
+
+    @property
+    def group_names(self) -> tuple[str, ...]:
+        """Of these, the groups of a plan that exchange something within layers."""
+        return (TENSOR_GROUP,)
+
+    @property
+    def context_degree(self) -> int:
+        """Ranks that every sequence is divided over."""
+        return 1
+
+    def divide_for_trace(self, family: Family, model: nn.Module) -> Mapping[str, str]:
+        """Divide a model that is on meta; returns which group of a plan each process group is, by its name."""
+        self.divide_model(family, model, init_device_mesh("cpu", (self.degree,)))
+        return {}
+
+    def prepare_stage(self, model: nn.Module, stage: PipelineStageModule, *, is_first: bool, is_last: bool) -> None:
+        """Have a stage of the divided model take and hand over whole hidden states."""
+
+    def select_tokens(self, model: nn.Module, batch: Batch) -> Batch:
+        """This rank's part of every sequence."""
+        return batch
+
+    def build_loss(self, family: Family) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+        return family.compute_loss
+
+    def divide_loss(self) -> contextlib.AbstractContextManager[None]:
+        """Around a step."""
+        return loss_parallel()
 
 
 def localize_parameters(model: nn.Module) -> None:

@@ -1,0 +1,132 @@
+"""What a rank of a mesh stores and sends: the plans of its data parallelism, over what it has of the model."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from bench.core.errors import ImpossibleError
+from bench.strategies.ddp import DDPStrategy
+from bench.strategies.fsdp import FSDP2Strategy
+from bench.strategies.mesh.layout import (
+    CONTEXT,
+    EXPERT,
+    PIPELINE,
+    REPLICAS,
+    REPLICATING_DIMS,
+    SHARDS,
+    TENSOR,
+    MeshLayout,
+)
+from bench.strategies.mesh.model import DDP_KIND, FSDP_KIND, NO_DATA_PARALLEL
+from bench.strategies.pipeline.step_plans import (
+    ReplicatedStagePlan,
+    ShardedStagePlan,
+    SingleCopyStagePlan,
+    StagePlan,
+    StageUnits,
+)
+from bench.strategies.step_plan import (
+    CONTEXT_GROUP,
+    DATA_GROUP,
+    EXPERT_DATA_GROUP,
+    EXPERT_GROUP,
+    EXPERT_SHARD_GROUP,
+    PIPELINE_GROUP,
+    REPLICA_GROUP,
+    SHARD_GROUP,
+    TENSOR_GROUP,
+    WORLD_GROUP,
+    GroupDim,
+    PlanInputs,
+    ReplicatedPlan,
+    StepPlan,
+)
+from bench.strategies.zero1 import ZeRO1Strategy
+
+if TYPE_CHECKING:
+    from bench.strategies.mesh.strategy import MeshStrategy
+
+GROUP_DIMS = {
+    TENSOR_GROUP: (TENSOR,),
+    CONTEXT_GROUP: (CONTEXT,),
+    EXPERT_GROUP: (EXPERT,),
+    PIPELINE_GROUP: (PIPELINE,),
+    SHARD_GROUP: (SHARDS, EXPERT, CONTEXT),
+    EXPERT_SHARD_GROUP: (SHARDS, CONTEXT),
+    REPLICA_GROUP: (REPLICAS,),
+    EXPERT_DATA_GROUP: (REPLICAS, SHARDS, CONTEXT),
+    DATA_GROUP: REPLICATING_DIMS,
+    WORLD_GROUP: REPLICATING_DIMS,
+}
+"""The dimensions of a mesh that the ranks of a plan's group are spread over."""
+
+
+def list_mesh_group_dims(layout: MeshLayout, group_name: str) -> list[GroupDim]:
+    """Where the ranks of a plan's group are, innermost dimension first."""
+    dims, stride = [], 1
+    for name, degree in reversed(layout.degrees):
+        if name in GROUP_DIMS[group_name]:
+            dims.append(GroupDim(degree, stride))
+        stride *= degree
+    return dims
+
+
+def count_mesh_process_groups(layout: MeshLayout, data: str) -> int:
+    """The world, a dimension of several ranks each, and those that several dimensions are flattened to."""
+    num_dims = sum(degree > 1 for _, degree in layout.degrees)
+    groups = [SHARD_GROUP, EXPERT_SHARD_GROUP] if data == FSDP_KIND else [DATA_GROUP]
+    flattened = {tuple(name for name in GROUP_DIMS[group] if layout.get_degree(name) > 1) for group in groups}
+    return 1 + num_dims + sum(len(names) > 1 for names in flattened)
+
+
+def plan_mesh_step(strategy: MeshStrategy, inputs: PlanInputs) -> StepPlan:
+    """The plan of a rank that has all blocks."""
+    layout = strategy.layout
+    inputs = dataclasses.replace(inputs, world_size=layout.get_degree(*REPLICATING_DIMS))
+    if strategy.data == NO_DATA_PARALLEL:
+        return ReplicatedPlan(inputs)
+    if strategy.data == FSDP_KIND:
+        return build_inner_fsdp(strategy).plan(inputs)
+    knobs = {"sharding_factor": 1, "bucket_cap_mb": None, "gradient_as_bucket_view": True, "static_graph": False}
+    if strategy.data == DDP_KIND:
+        return DDPStrategy(name=DDP_KIND, **knobs).plan(inputs)  # type: ignore[arg-type]
+    return ZeRO1Strategy(name="zero1", parameters_as_bucket_view=False, **knobs).plan(inputs)  # type: ignore[arg-type]
+
+
+def build_inner_fsdp(strategy: MeshStrategy) -> FSDP2Strategy:
+    """What shards each rank's part of the model over shards, experts and context."""
+    layout = strategy.layout
+    return FSDP2Strategy(
+        name=FSDP_KIND,
+        sharding_factor=layout.get_degree(SHARDS, EXPERT, CONTEXT),
+        reshard_after_forward=bool(strategy.reshard_after_forward),
+        forward_prefetch=False,
+        blocks_per_unit=1,
+        cpu_offload=False,
+        backward_prefetch=True,
+        mesh_2d=layout.get_degree(REPLICAS) > 1,
+    )
+
+
+def plan_mesh_stages(strategy: MeshStrategy, stages: Sequence[StageUnits], inputs: PlanInputs) -> StagePlan:
+    """The plan of a rank of a pipeline."""
+    layout = strategy.layout
+    if strategy.data == FSDP_KIND:
+        if strategy.reshard_after_forward:
+            raise ImpossibleError(
+                "strategy.reshard_after_forward=true is not valid with mode=predict of a pipeline, which would gather "
+                "parameters for every micro-batch: when schedules do so is not stated. Choose null, or mode=measure."
+            )
+        return ShardedStagePlan(
+            stages, inputs, layout.get_degree(SHARDS, EXPERT, CONTEXT), num_replicas=layout.get_degree(REPLICAS)
+        )
+    if strategy.data == NO_DATA_PARALLEL:
+        return SingleCopyStagePlan(stages, inputs)
+    if strategy.data != DDP_KIND:
+        raise ImpossibleError(
+            f"strategy.data={strategy.data} is not valid with mode=predict of a pipeline, of which nobody has stated "
+            "how stages divide the optimizer's states: choose ddp or fsdp, or mode=measure."
+        )
+    return ReplicatedStagePlan(stages, inputs)

@@ -1,0 +1,180 @@
+"""What the ranks of a mesh that share sequences, experts or layers do to one model, and which part each has of it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import PrepareModuleOutput, loss_parallel, parallelize_module
+from torch.distributed.tensor.parallel.style import ParallelStyle
+
+from bench.models import Batch, Family
+from bench.models.base import IGNORED_LABEL
+from bench.models.division import SEQUENCE_SHARD, LayerDivision, PipelineStageModule
+from bench.strategies.mesh.context import ContextSplit
+from bench.strategies.mesh.experts import divide_experts
+from bench.strategies.mesh.layout import CONTEXT, EXPERT, SHARDS, TENSOR, MeshLayout, RankMesh
+from bench.strategies.step_plan import CONTEXT_GROUP, EXPERT_GROUP, TENSOR_GROUP
+from bench.strategies.tensor_parallel.split import TensorParallelSplit
+
+
+@dataclass(frozen=True)
+class DividedLayers:
+    """A model whose layers, experts and sequences are divided, and nothing else yet."""
+
+    mesh: RankMesh
+    division: LayerDivision
+    expert_ids: set[int]
+    """Identities of the modules that hold experts."""
+    context: ContextSplit | None
+    sequence_splits: list[ParallelStyle] = field(default_factory=list)
+    """With sequence parallelism: how each list's first block divides hidden states that come in whole."""
+
+    def prepare_stage(
+        self, stage: PipelineStageModule, *, is_first: bool, is_last: bool, copies_output: bool = False
+    ) -> None:
+        """Have a stage take and hand over whole hidden states, where its layers divide them over the sequence.
+
+        Parameters
+        ----------
+        copies_output: bool
+            torch detaches what a stage hands over in place where it splits backward, which it cannot do to a view of a
+            DTensor.
+        """
+        tensor_mesh = self.mesh.get_mesh(TENSOR)
+        if not self.sequence_splits or tensor_mesh is None:
+            return
+        if not is_first:
+            parallelize_module(stage.block_lists[0][0], tensor_mesh, self.sequence_splits[0], src_data_rank=None)
+        if not is_last:
+            gathered_output = PrepareModuleOutput(
+                output_layouts=SEQUENCE_SHARD, desired_output_layouts=Replicate(), use_local_output=True
+            )
+            last_block = parallelize_module(stage.block_lists[-1][-1], tensor_mesh, gathered_output)
+            if copies_output:
+                last_block.register_forward_hook(lambda _module, _inputs, hidden: hidden.clone())
+
+
+def divide_layers(
+    model: nn.Module, family: Family, mesh: RankMesh, *, context_form: str | None, sequence_parallel: bool
+) -> DividedLayers:
+    """Divide a model that is on meta over the dimensions tensor, expert and context of a mesh."""
+    tensor_mesh, context_mesh = mesh.get_mesh(TENSOR), mesh.get_mesh(CONTEXT)
+    division = LayerDivision()
+    sequence_splits: list[ParallelStyle] = []
+    if tensor_mesh is not None:
+        division = family.build_layer_division(model, sequence_parallel=sequence_parallel)
+        division.apply_to_model(model, tensor_mesh)
+        if sequence_parallel:
+            first_blocks = [blocks[0] for blocks in family.find_block_lists(model)]
+            sequence_splits = [style for module, style in division.parallel_styles if module in first_blocks]
+    expert_ids = divide_experts(model, mesh, sequence_parallel=sequence_parallel)
+    context_split = None
+    if context_mesh is not None:
+        assert context_form is not None
+        context_split = ContextSplit(context_mesh, context_form)
+        context_split.apply_to_model(model)
+    return DividedLayers(mesh, division, expert_ids, context_split, sequence_splits)
+
+
+def build_mesh_loss(
+    family: Family, context_degree: int, *, is_parallel: bool
+) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """The mean over the rank's own predictions, times their share of the sequences' predictions: the mean over
+    context-parallel ranks is that of whole sequences.
+
+    Parameters
+    ----------
+    is_parallel: bool
+        Logits stay divided over the vocabulary.
+    """
+
+    def compute_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        if isinstance(logits, DTensor) and not is_parallel:
+            logits = logits.full_tensor()
+        loss = family.compute_loss(logits, labels)
+        if context_degree == 1:
+            return loss
+        predictions = labels.shape[0] * _count_predictions(family, labels.shape[1] * context_degree)
+        return loss * ((labels != IGNORED_LABEL).sum() * (context_degree / predictions))
+
+    return compute_loss
+
+
+@functools.cache
+def _count_predictions(family: Family, sequence_length: int) -> int:
+    """Of one whole sequence, as many in every one."""
+    labels = family.build_batch(1, sequence_length, torch.Generator()).labels
+    return int((labels != IGNORED_LABEL).sum())
+
+
+@contextlib.contextmanager
+def divide_loss(*, is_parallel: bool) -> Iterator[None]:
+    """Around a step whose loss is computed on logits that are divided over the vocabulary."""
+    with loss_parallel() if is_parallel else contextlib.nullcontext():
+        yield
+
+
+@dataclass(frozen=True)
+class MeshSplit(TensorParallelSplit):
+    """How the ranks of a mesh share layers (`degree` of them), sequences and experts: what is traced of it.
+
+    The rank that is traced is the first one. Of the others each has the same shapes: attention of every rank of a ring
+    is as much, and tokens are taken to go to the experts of all ranks in equal numbers.
+    """
+
+    context: int = 1
+    context_form: str = "none"
+    expert: int = 1
+    loss_parallel: bool = True
+
+    @property
+    def num_ranks(self) -> int:
+        return self.degree * self.context * self.expert
+
+    @property
+    def group_names(self) -> tuple[str, ...]:
+        degrees = {TENSOR_GROUP: self.degree, CONTEXT_GROUP: self.context, EXPERT_GROUP: self.expert}
+        return tuple(name for name, degree in degrees.items() if degree > 1)
+
+    @property
+    def context_degree(self) -> int:
+        return self.context
+
+    def divide_for_trace(self, family: Family, model: nn.Module) -> Mapping[str, str]:
+        degrees = ((SHARDS, 1), (EXPERT, self.expert), (CONTEXT, self.context), (TENSOR, self.degree))
+        mesh = RankMesh(MeshLayout(degrees), torch.device("cpu"))
+        divided = divide_layers(
+            model, family, mesh, context_form=self.context_form, sequence_parallel=self.sequence_parallel
+        )
+        for module in model.modules():
+            if id(module) in divided.expert_ids:
+                module._bench_division = module._bench_division.build_traced()  # type: ignore[assignment, operator, union-attr]
+        model.__dict__["divided_layers"] = divided
+        kinds = ((EXPERT, EXPERT_GROUP), (CONTEXT, CONTEXT_GROUP))
+        meshes = [(mesh.get_mesh(name), kind) for name, kind in kinds]
+        return {_find_group_name(dim): kind for dim, kind in meshes if dim is not None}
+
+    def prepare_stage(self, model: nn.Module, stage: PipelineStageModule, *, is_first: bool, is_last: bool) -> None:
+        divided: DividedLayers = model.__dict__["divided_layers"]
+        divided.prepare_stage(stage, is_first=is_first, is_last=is_last)
+
+    def select_tokens(self, model: nn.Module, batch: Batch) -> Batch:
+        divided: DividedLayers = model.__dict__["divided_layers"]
+        return batch if divided.context is None else divided.context.select_tokens(batch)
+
+    def build_loss(self, family: Family) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+        return build_mesh_loss(family, self.context, is_parallel=self.loss_parallel)
+
+    def divide_loss(self) -> contextlib.AbstractContextManager[None]:
+        return divide_loss(is_parallel=self.loss_parallel and self.degree > 1)
+
+
+def _find_group_name(mesh: DeviceMesh) -> str:
+    return str(mesh.get_group().group_name)
