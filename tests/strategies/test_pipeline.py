@@ -602,7 +602,8 @@ def pipelined(*overrides: str) -> RunConfig:
 def tied(*overrides: str) -> list[TiedGradientAllReduce]:
     config = pipelined(*overrides)
     assert config.strategy.timetable is not None
-    return list_tied_all_reduces(config, config.strategy.timetable)
+    num_shards = config.gpus // 4 if "strategy.data_parallel=fsdp" in overrides else 1
+    return list_tied_all_reduces(config, config.strategy.timetable, num_shards)
 
 
 def timed(config: RunConfig) -> TimePrediction:

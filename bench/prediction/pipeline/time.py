@@ -74,7 +74,9 @@ def predict_pipeline_time(
         _compute_gradient_sync_seconds(config, timetable, stages, plans, stage_seconds, rank)
         for rank in range(timetable.ranks)
     ]
-    tied_all_reduces = list_tied_all_reduces(config, timetable, plans[0])
+    split = config.strategy.build_tensor_parallel_split()
+    num_parts = plans[0].num_shards * (1 if split is None else split.degree)
+    tied_all_reduces = list_tied_all_reduces(config, timetable, num_parts)
     tied_s = _compute_mean(
         sum(all_reduce.seconds for all_reduce in tied_all_reduces if rank in all_reduce.ranks)
         for rank in range(timetable.ranks)
@@ -248,16 +250,14 @@ class TiedGradientAllReduce:
     seconds: float
 
 
-def list_tied_all_reduces(config: RunConfig, timetable: Timetable, plan: StagePlan) -> list[TiedGradientAllReduce]:
+def list_tied_all_reduces(config: RunConfig, timetable: Timetable, num_parts: int) -> list[TiedGradientAllReduce]:
     """In the order of a step; the groups of all copies of the pipeline send at the same time.
 
     Parameters
     ----------
-    plan: StagePlan
-        Of any rank. What is tied, the table of embeddings, is divided by tensor parallelism and sharded by FSDP.
+    num_parts: int
+        Ranks that what is tied, such as the table of embeddings, is divided over by tensor parallelism and FSDP.
     """
-    split = config.strategy.build_tensor_parallel_split()
-    num_parts = plan.num_shards * (1 if split is None else split.degree)
     tied_all_reduces = []
     for numel, stages in find_shared_parameters(config.model, timetable.num_stages).values():
         ranks = tuple(sorted({timetable.find_rank_of_stage(stage) for stage in stages}))

@@ -121,13 +121,13 @@ def trace_step(key: TraceKey, batch_size: int, *, whole_model: bool = False) -> 
         batch_factories = [
             lambda: family.build_batch(batch_size, key.sequence_length, torch.Generator())
         ] * key.micro_batches
-        micro_batches = trace_recorder.make_inputs(batch_factories)
+        micro_batches = whole_batches = trace_recorder.make_inputs(batch_factories)
         if key.split is not None and key.split.context_degree > 1:
             trace_recorder.start_first_segment()
-            micro_batches = [key.split.select_tokens(model, batch) for batch in micro_batches]
+            micro_batches = [key.split.select_tokens(model, batch) for batch in whole_batches]
         with _enter_gpu_autocast(key):
             loss = engine.step(micro_batches)
-        del micro_batches
+        del micro_batches  # but not the whole ones, which are there all the time
         trace_recorder.op_recorder.close()
         del loss
     for segment in trace_recorder.segments:

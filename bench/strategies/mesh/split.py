@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import PrepareModuleOutput, loss_parallel, parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
+from torch.utils._python_dispatch import _disable_current_modes
 
 from bench.models import Batch, Family
 from bench.models.base import IGNORED_LABEL
@@ -110,8 +111,9 @@ def build_mesh_loss(
 @functools.cache
 def _count_predictions(family: Family, sequence_length: int) -> int:
     """Of one whole sequence, as many in every one."""
-    labels = family.build_batch(1, sequence_length, torch.Generator()).labels
-    return int((labels != IGNORED_LABEL).sum())
+    with _disable_current_modes():  # a trace has no values
+        labels = family.build_batch(1, sequence_length, torch.Generator()).labels
+        return int((labels != IGNORED_LABEL).sum())
 
 
 @contextlib.contextmanager
