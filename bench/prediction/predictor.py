@@ -338,6 +338,7 @@ def _build_layout(config: RunConfig) -> ParameterLayout:
         config.strategy.build_tensor_parallel_split(),
         shards_fp32_separately=build_trace_key(config).shards_fp32_separately,
         shards_trained_separately=config.strategy.shards_trained_layers_separately,
+        shards_experts_separately=config.strategy.shards_experts_separately,
     )
 
 
@@ -378,6 +379,7 @@ def build_trace_key(config: RunConfig) -> TraceKey:
         and not config.strategy.uses_autocast(config.precision)
         and config.strategy.shards_fp32_layers_separately,
         shards_trained_separately=config.strategy.shards_trained_layers_separately and config.finetune.name != "full",
+        shards_experts_separately=config.strategy.shards_experts_separately and config.strategy.timetable is None,
         num_ranks=config.gpus if config.trained_model.communicates else 1,
     )
 

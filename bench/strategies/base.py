@@ -119,6 +119,11 @@ class Strategy(ABC):
     shards_trained_layers_separately = False
     """Whether layers that stay in fp32 in fp16 runs are sharded by themselves, where autocast does not see to them."""
 
+    @property
+    def shards_experts_separately(self) -> bool:
+        """Whether the resolved strategy shards the experts of a layer by themselves."""
+        return False
+
     supported_modes: ClassVar[tuple[str, ...]] = ("measure", "rehearse", "predict")
     """Ways to get a row of it."""
 
@@ -212,7 +217,8 @@ class Strategy(ABC):
     def list_group_dims(self, group_name: str, world_size: int) -> Sequence[GroupDim]:
         """Where the ranks of one of a plan's groups are, of the resolved strategy.
 
-        Ranks that share layers are neighbours, shards of what they have so many ranks apart; replicas are F ranks apart.
+        Ranks that share layers are neighbours, shards of what they have so many ranks apart; replicas are F ranks
+        apart.
         """
         factor, split = self.resolved_sharding_factor, self.build_tensor_parallel_split()
         split_degree = 1 if split is None else split.degree

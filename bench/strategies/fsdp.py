@@ -29,7 +29,6 @@ from bench.strategies.step_plan import (
     GRADIENTS_KEPT,
     REDUCE_STREAM,
     REDUCTION_MEMORY,
-    SHARD_GROUP,
     ParameterSpec,
     PlanDevice,
     PlanInputs,
@@ -281,16 +280,21 @@ class FSDP2Plan(ShardedPlan):
             self._unit_sizes[index] = sizes_by_parameters[parameter_ids]
 
     def _choose_sharded_dimension(self, parameter: ParameterSpec) -> int:
+        if parameter.is_expert and self.inputs.expert_shards is not None:
+            return parameter.choose_expert_dimension(self.inputs.expert_shards)
         return 0 if self._cuts_first_dimension else choose_sharded_dimension(parameter.shape, self._sharding_factor)
 
     def _compute_shard_numel(self, parameter: ParameterSpec) -> int:
-        return parameter.compute_first_shard_numel(self._sharding_factor, self._choose_sharded_dimension(parameter))
+        return parameter.compute_first_shard_numel(
+            self.count_shards(parameter), self._choose_sharded_dimension(parameter)
+        )
 
     def _recut(self, parameter: ParameterSpec) -> ParameterSpec:
         """A parameter as its gradient is reduced: shards one below the other."""
         if not self._choose_sharded_dimension(parameter):
             return parameter
-        return dataclasses.replace(parameter, shape=(self._sharding_factor, parameter.numel // self._sharding_factor))
+        num_shards = self.count_shards(parameter)
+        return dataclasses.replace(parameter, shape=(num_shards, parameter.numel // num_shards))
 
     def _list_recut_bytes(self, parameters: Sequence[ParameterSpec]) -> list[int]:
         """Bytes, in the format they are computed in, of the parameters that are not cut along the first dimension."""
@@ -344,7 +348,7 @@ class FSDP2Plan(ShardedPlan):
     def updated_tensors(self) -> Sequence[UpdatedTensor]:
         """The first rank's shards, which are never smaller than the others'."""
         return [
-            parameter.build_first_shard(self._sharding_factor, self._choose_sharded_dimension(parameter))
+            parameter.build_first_shard(self.count_shards(parameter), self._choose_sharded_dimension(parameter))
             for parameter in self.inputs.trained_parameters
         ]
 
@@ -419,13 +423,16 @@ class FSDP2Plan(ShardedPlan):
             device.allocate("recut", size, REDUCTION_MEMORY)
             device.copy_within_device("recut", 2 * size)
             device.free("recut")
-        reduce_bytes = sizes.trained_shard_numel * self._sharding_factor * self.inputs.reduce_itemsize
+        num_shards = self.count_unit_shards(unit)
+        reduce_bytes = sizes.trained_shard_numel * num_shards * self.inputs.reduce_itemsize
         device.allocate(f"reduce input {unit.index}", reduce_bytes, REDUCTION_MEMORY)
         if self.inputs.is_on_cpu:
             itemsize = self.inputs.reduce_itemsize if is_accumulated else self._find_compute_itemsize(unit)
             reduced = [self._recut(parameter) for parameter in unit.trained_parameters]
-            allocate_copy_in_briefly(device, reduced, self._sharding_factor, itemsize, self.inputs.reduce_itemsize)
-        device.copy_within_device("reduce input", sizes.gradient_shard_bytes * self._sharding_factor + reduce_bytes)
+            allocate_copy_in_briefly(
+                device, reduced, self.count_unit_shards(unit), itemsize, self.inputs.reduce_itemsize
+            )
+        device.copy_within_device("reduce input", sizes.gradient_shard_bytes * num_shards + reduce_bytes)
         self._free_gradients(device, unit)
         self._reduce_gradients(device, unit, reduce_bytes)
         self._reduce_input_unit = unit.index
@@ -493,7 +500,8 @@ class FSDP2Plan(ShardedPlan):
         self._gathering_units.add(unit.index)
         device.run_hooks()
         self._upload_shard(device, unit, self._unit_sizes[unit.index].upload_bytes)
-        if self._sharding_factor == 1:
+        num_shards = self.count_unit_shards(unit)
+        if num_shards == 1:
             return
         shard_bytes = self._unit_sizes[unit.index].shard_bytes
         if self._casts_unit(unit):
@@ -502,15 +510,18 @@ class FSDP2Plan(ShardedPlan):
             )
             device.free(f"upload {unit.index}")
         device.allocate(
-            f"buffer {unit.index}", shard_bytes * self._sharding_factor, ALL_GATHER_MEMORY, stream=ALL_GATHER_STREAM
+            f"buffer {unit.index}",
+            shard_bytes * num_shards,
+            ALL_GATHER_MEMORY,
+            stream=ALL_GATHER_STREAM,
         )
         device.free("cast")
         device.free(f"upload {unit.index}")
         device.run_collective(
             f"all-gather {unit.index}",
             "all-gather",
-            shard_bytes * self._sharding_factor,
-            SHARD_GROUP,
+            shard_bytes * self.count_unit_shards(unit),
+            self.find_shard_group(unit),
             ALL_GATHER_STREAM,
         )
 
@@ -520,8 +531,9 @@ class FSDP2Plan(ShardedPlan):
         self._gathering_units.discard(unit.index)
         self._unsharded_units.add(unit.index)
         sizes = self._unit_sizes[unit.index]
-        unsharded_bytes = sizes.shard_bytes * self._sharding_factor
-        if self._sharding_factor > 1:
+        num_shards = self.count_unit_shards(unit)
+        unsharded_bytes = sizes.shard_bytes * num_shards
+        if num_shards > 1:
             device.wait_for_event(f"all-gather {unit.index}")
         elif self._offloads_parameters:
             device.wait_for_event(f"upload {unit.index}")
@@ -530,14 +542,14 @@ class FSDP2Plan(ShardedPlan):
         ):  # the next gather waits until the unit before this one is copied out
             device.follow_stream(ALL_GATHER_STREAM, f"copied {self._forward_buffer}")
         device.allocate(f"whole {unit.index}", unsharded_bytes, ALL_GATHER_MEMORY)
-        recut_bytes = sizes.recut_bytes if self._sharding_factor > 1 else 0
+        recut_bytes = sizes.recut_bytes if num_shards > 1 else 0
         device.allocate("recut", recut_bytes, ALL_GATHER_MEMORY)
         device.copy_within_device("copy out", 2 * (unsharded_bytes + recut_bytes))
         device.free("recut")
         device.record_event(f"copied buffer {unit.index}")
         if forward:
             self._free_forward_buffer(device)
-        if self._sharding_factor == 1:
+        if num_shards == 1:
             device.allocate("cast", sizes.cast_peak_bytes, ALL_GATHER_MEMORY)
             device.free("cast")
             device.free(f"upload {unit.index}")

@@ -21,12 +21,14 @@ from bench.strategies.base import BuildOptimizer, Strategy, WrapContext, require
 from bench.strategies.step_plan import (
     ALL_GATHER_MEMORY,
     ALL_GATHER_STREAM,
+    EXPERT_SHARD_GROUP,
     GRADIENT_MEMORY,
     PARAMETER_MEMORY,
     REDUCE_STREAM,
     REPLICA_GROUP,
     REPLICA_STREAM,
     SHARD_GROUP,
+    ParameterSpec,
     PlanDevice,
     PlanInputs,
     ShardingUnit,
@@ -142,6 +144,20 @@ class ShardedPlan(StepPlan):
     def compute_gradient_shard_numel(self, unit: ShardingUnit) -> int:
         """Elements of a unit's reduced gradients that the first rank keeps; 0 where nothing of it is trained."""
 
+    def count_shards(self, parameter: ParameterSpec) -> int:
+        """Ranks that a parameter is sharded over."""
+        expert_shards = self.inputs.expert_shards
+        return expert_shards if parameter.is_expert and expert_shards is not None else self._sharding_factor
+
+    def count_unit_shards(self, unit: ShardingUnit) -> int:
+        """Those of its parameters, of which all are experts or none is."""
+        return self.count_shards(unit.parameters[0]) if unit.parameters else self._sharding_factor
+
+    def find_shard_group(self, unit: ShardingUnit) -> str:
+        """The ranks that a unit is sharded over."""
+        has_experts = self.inputs.expert_shards is not None and any(spec.is_expert for spec in unit.parameters[:1])
+        return EXPERT_SHARD_GROUP if has_experts else SHARD_GROUP
+
     @property
     def norm_groups(self) -> Sequence[str]:
         """Those that share a copy."""
@@ -217,14 +233,19 @@ class ShardedPlan(StepPlan):
         """Reduce-scatter among those that share a copy, then all-reduce among the copies, if the mesh has these."""
         self._pending_events = [f"reduce-scatter {unit.index}"]
         device.run_collective(
-            self._pending_events[0], "reduce-scatter", reduce_bytes, SHARD_GROUP, REDUCE_STREAM, after="compute"
+            self._pending_events[0],
+            "reduce-scatter",
+            reduce_bytes,
+            self.find_shard_group(unit),
+            REDUCE_STREAM,
+            after="compute",
         )
         if self._has_replicas:
             self._pending_events.append(f"all-reduce {unit.index}")
             device.run_collective(
                 self._pending_events[1],
                 "all-reduce",
-                reduce_bytes / self._sharding_factor,
+                reduce_bytes / self.count_unit_shards(unit),
                 REPLICA_GROUP,
                 REPLICA_STREAM,
                 after=REDUCE_STREAM,

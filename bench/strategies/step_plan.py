@@ -83,6 +83,8 @@ class ParameterSpec:
     """Bytes of its scales, which no strategy shards."""
     is_hidden_matrix: bool = False
     """The weight of a layer within a block, with two dimensions."""
+    is_expert: bool = False
+    """Of the experts of a layer, where other ranks have other ones."""
 
     @functools.cached_property
     def numel(self) -> int:
@@ -92,6 +94,10 @@ class ParameterSpec:
         """Elements of the first of so many shards along a dimension, than which the others are never larger."""
         rows = self.shape[dimension] if self.shape else 1
         return -(-rows // num_ranks) * (self.numel // rows)
+
+    def choose_expert_dimension(self, num_ranks: int) -> int:
+        """The first dimension that so many ranks divide evenly, along which experts are cut; else the first."""
+        return next((dim for dim, size in enumerate(self.shape) if size % num_ranks == 0), 0)
 
     def build_updated_tensor(self) -> UpdatedTensor:
         """The whole parameter, as an optimizer has it."""
@@ -162,6 +168,8 @@ class PlanInputs:
     """Parameters are cast to the format that is computed in; else autocast does what is mixed."""
     is_on_cpu: bool = False
     """The device is a CPU, where some of torch's operators need memory that a GPU's kernels do not."""
+    expert_shards: int | None = None
+    """Ranks that experts are sharded over, where these are others than those of all else."""
     explicit_parameter_order: tuple[tuple[int, int], ...] = ()
     """All parameters in the order of the model, which is the optimizer's: each as the position of its unit in `units`,
     and its own there. Empty: as the units have them."""

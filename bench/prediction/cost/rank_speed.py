@@ -157,8 +157,8 @@ def build_layer_collective_timer(
     groups: LayerGroups,
     transfer_s_per_byte: float = 0.0,
 ) -> Callable[[str, float, str], float]:
-    """Seconds of a collective, by kind, bytes and group, among ranks that share layers, and of a copy between device and
-    host."""
+    """Seconds of a collective among ranks that share layers, by kind, bytes and group, and of a copy between device
+    and host."""
     speeds, group_by_name = hardware.speeds, dict(groups)
     if speeds is None or not is_speed_known(hardware, precision):
         return lambda kind, size, group: 0.0

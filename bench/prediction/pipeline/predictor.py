@@ -139,14 +139,15 @@ def _simulate_forward(
     if num_before > 0 or not plan.gathers_units:
         simulated_rank.simulate_chunk(stage.forward_chunk, FORWARD)
         return
-    current_unit: ShardingUnit | None = None
+    current_units: tuple[ShardingUnit, ...] | None = None
     plan.before_unit_first_forward(simulated_rank, stage.units, stage.units.units[0])
-    for segment, unit, _ in stage.segments:
+    for segment, units, _ in stage.segments:
         if segment.phase != FORWARD:
             continue
-        if unit is not current_unit and not unit.is_root:
-            plan.before_unit_first_forward(simulated_rank, stage.units, unit)
-        current_unit = unit
+        if units is not current_units and not units[0].is_root:
+            for unit in units:
+                plan.before_unit_first_forward(simulated_rank, stage.units, unit)
+        current_units = units
         for chunk in segment.chunks:
             simulated_rank.simulate_chunk(chunk, FORWARD)
     plan.after_stage_first_forward(simulated_rank, stage.units)
@@ -168,38 +169,40 @@ def _simulate_backward(
         if kept_bytes:
             simulated_rank.grow_allocation(gradients_name, kept_bytes, GRADIENT_MEMORY)
     else:
-        current_unit: ShardingUnit | None = None
-        for segment, unit, parameters in stage.segments:
+        current_units: tuple[ShardingUnit, ...] = ()
+        adds_gradients = num_before > 0 and on_cpu
+        for segment, units, parameters in stage.segments:
             if segment.phase == FORWARD:
                 continue
-            if current_unit is not None and unit is not current_unit:
-                _leave_unit(simulated_rank, plan, stage, current_unit, adds_gradients=num_before > 0 and on_cpu)
-            current_unit = unit
+            if units is not current_units:
+                _leave_units(simulated_rank, plan, stage, current_units, adds_gradients=adds_gradients)
+            current_units = units
             for chunk in segment.chunks:
                 simulated_rank.simulate_chunk(chunk, "backward")
                 if chunk.completed_gradient is not None:
+                    parameter = parameters[chunk.completed_gradient]
                     plan.after_gradient(
                         simulated_rank,
                         stage.units,
-                        unit,
-                        parameters[chunk.completed_gradient],
+                        units[-1] if parameter.is_expert else units[0],
+                        parameter,
                         is_first_micro_batch=num_before == 0,
                     )
-        if current_unit is not None:
-            _leave_unit(simulated_rank, plan, stage, current_unit, adds_gradients=num_before > 0 and on_cpu)
+        _leave_units(simulated_rank, plan, stage, current_units, adds_gradients=adds_gradients)
     if is_last:
         plan.after_stage_last_backward(simulated_rank, stage.units)
 
 
-def _leave_unit(
+def _leave_units(
     simulated_rank: SimulatedRank,
     plan: StagePlan,
     stage: SimulatedPipelineStage,
-    unit: ShardingUnit,
+    units: Sequence[ShardingUnit],
     *,
     adds_gradients: bool,
 ) -> None:
-    if adds_gradients:
-        simulated_rank.allocate("converted", plan.compute_accumulation_bytes(unit), GRADIENT_MEMORY)
-        simulated_rank.free("converted")
-    plan.after_unit_backward(simulated_rank, stage.units, unit)
+    for unit in reversed(units):
+        if adds_gradients:
+            simulated_rank.allocate("converted", plan.compute_accumulation_bytes(unit), GRADIENT_MEMORY)
+            simulated_rank.free("converted")
+        plan.after_unit_backward(simulated_rank, stage.units, unit)

@@ -21,6 +21,7 @@ from bench.prediction.simulation.parameter_layout import (
     build_order_key,
     build_parameter_layout,
     compute_order_keys,
+    find_spread_experts,
 )
 from bench.prediction.trace.scaled_trace import (
     Chunk,
@@ -53,8 +54,8 @@ class SimulatedPipelineStage:
     """One stage as it is simulated: its parameters, its segments and what it exchanges with its neighbours."""
 
     units: StageUnits
-    segments: tuple[tuple[SegmentAtBatch, ShardingUnit, dict[str, ParameterSpec]], ...]
-    """In order, with the unit and the parameters that each belongs to."""
+    segments: tuple[tuple[SegmentAtBatch, tuple[ShardingUnit, ...], dict[str, ParameterSpec]], ...]
+    """In order, with the units and the parameters that each belongs to: a block's, and what is within it."""
     received_bytes: float
     """Of one micro-batch, from the stage before it; as many gradients go back."""
     sent_bytes: float
@@ -238,11 +239,15 @@ def _collect_stage_parameters(key: StageTraceKey) -> dict[BlockPlace, dict[str, 
         stage = short_stage.stage
         locations = locate_stage_parameters(stage)
         hidden_matrix_ids = {id(matrix) for matrix in find_hidden_matrices(stage.block_lists)}
+        expert_ids = find_spread_experts(stage, key.trace_key.split)
         parameters_by_place: dict[BlockPlace, dict[str, ParameterSpec]] = {None: {}}
         for parameter in stage.parameters():
             place, name = locations[id(parameter)]
             parameters_by_place.setdefault(place, {})[name] = ParameterSpec(
-                name, tuple(find_local_shape(parameter)), is_hidden_matrix=id(parameter) in hidden_matrix_ids
+                name,
+                tuple(find_local_shape(parameter)),
+                is_hidden_matrix=id(parameter) in hidden_matrix_ids,
+                is_expert=id(parameter) in expert_ids,
             )
     return parameters_by_place
 
@@ -256,11 +261,13 @@ def _compute_stage_order_keys(key: StageTraceKey) -> dict[tuple[BlockPlace, str]
 
 def arrange_stage(
     index: int, key: StageTraceKey, block_counts: tuple[int, ...], segments: tuple[SegmentAtBatch, ...]
-) -> tuple[StageUnits, tuple[tuple[SegmentAtBatch, ShardingUnit, dict[str, ParameterSpec]], ...]]:
-    """A stage at its true depth."""
+) -> tuple[StageUnits, tuple[tuple[SegmentAtBatch, tuple[ShardingUnit, ...], dict[str, ParameterSpec]], ...]]:
+    """A stage at its true depth. Experts that other ranks have other ones of are a unit within their block's."""
     traced_parameters, order_keys = _collect_stage_parameters(key), _compute_stage_order_keys(key)
+    next_index = 0
     root = ShardingUnit(-1, f"stage {index}", tuple(traced_parameters[None].values()))
-    units: dict[BlockPlace, ShardingUnit] = {}
+    root_units = (root,)
+    units: dict[BlockPlace, tuple[ShardingUnit, ...]] = {}
     parameters: dict[BlockPlace, dict[str, ParameterSpec]] = {}
     keyed_parameters = [(order_keys[None, name], parameter) for name, parameter in traced_parameters[None].items()]
     for list_index, positions in enumerate(_find_stage_block_positions(key, block_counts)):
@@ -272,13 +279,27 @@ def arrange_stage(
                 (build_order_key(order_keys, place, traced_place, parameter), parameter)
                 for parameter in traced_parameters[traced_place].values()
             ]
-            units[place] = ShardingUnit(len(units), f"stage {index}", tuple(parameters[place].values()))
+            units[place] = _build_block_units(index, next_index, tuple(parameters[place].values()))
+            next_index += len(units[place])
     ordered_segments = tuple(
-        (segment, units.get(place, root), parameters.get(place, traced_parameters[None]))
+        (segment, units.get(place, root_units), parameters.get(place, traced_parameters[None]))
         for segment, place in expand_to_full_depth(segments, block_counts, key.trace_key.block_period)
     )
     stage_parameters = tuple(parameter for _, parameter in sorted(keyed_parameters, key=itemgetter(0)))
-    return StageUnits(index, (root, *units.values()), stage_parameters), ordered_segments
+    all_units = (root, *(unit for block_units in units.values() for unit in block_units))
+    return StageUnits(index, all_units, stage_parameters), ordered_segments
+
+
+def _build_block_units(
+    stage_index: int, unit_index: int, parameters: tuple[ParameterSpec, ...]
+) -> tuple[ShardingUnit, ...]:
+    parts = [
+        tuple(parameter for parameter in parameters if parameter.is_expert == is_expert) for is_expert in (False, True)
+    ]
+    return tuple(
+        ShardingUnit(unit_index + number, f"stage {stage_index}", part, is_within_next_unit=number > 0)
+        for number, part in enumerate(part for part in parts if part)
+    )
 
 
 def _find_stage_block_positions(key: StageTraceKey, block_counts: tuple[int, ...]) -> list[BlockPositions]:

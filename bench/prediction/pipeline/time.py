@@ -213,13 +213,13 @@ def _compute_gradient_sync_seconds(
         gathers = _list_collective_seconds(config, plan.list_gathers(units))
         if gathers:
             exposed_s += gathers[0][0] + max(0.0, _sum_seconds(gathers) - gathers[0][0] - seconds.forward)
-        reductions = _list_collective_seconds(config, plan.list_reductions(units))
-        if reductions:
-            reduction_s = _sum_seconds(reductions)
-            exposed_s += (
-                max(reductions[-1][0], reduction_s - seconds.backward) if plan.reduces_in_backward else reduction_s
-            )
-        total_s += _sum_seconds(gathers) + _sum_seconds(reductions)
+        planned = plan.list_reductions(units)
+        hidden = _list_collective_seconds(config, [collective for collective in planned if collective.in_backward])
+        late = _list_collective_seconds(config, [collective for collective in planned if not collective.in_backward])
+        if hidden:
+            exposed_s += max(hidden[-1][0], _sum_seconds(hidden) - seconds.backward)
+        exposed_s += _sum_seconds(late)
+        total_s += _sum_seconds(gathers) + _sum_seconds(hidden) + _sum_seconds(late)
     return exposed_s, total_s
 
 

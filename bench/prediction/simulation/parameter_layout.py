@@ -11,6 +11,7 @@ from torch import nn
 from bench.models import Family
 from bench.models.blocks import find_trained_layers
 from bench.models.checkpointing import BlockPositions, find_block_period, shorten_family
+from bench.models.experts import list_experts
 from bench.optimizers import find_hidden_matrices
 from bench.prediction.trace.fake_process_group import split_model
 from bench.prediction.trace.trace import LOSS_PLACE, BlockPlace
@@ -49,6 +50,7 @@ def build_parameter_layout(
     *,
     shards_fp32_separately: bool = False,
     shards_trained_separately: bool = False,
+    shards_experts_separately: bool = False,
 ) -> ParameterLayout:
     """The layout of a model.
 
@@ -64,6 +66,8 @@ def build_parameter_layout(
         Whether each of these modules is a unit of its own.
     shards_trained_separately: bool
         Whether each trained layer is, where others are frozen.
+    shards_experts_separately: bool
+        Whether the experts of each layer are.
     """
     period = find_block_period(family)
     model = (shorten_family(family, count_traced_blocks(period), period) or family).build_model()
@@ -71,11 +75,26 @@ def build_parameter_layout(
         layers = set(family.find_fp32_modules(model)) if shards_fp32_separately else set()
         if shards_trained_separately:
             layers |= set(find_trained_layers(family, model))
-        return _build_layout(family, model, blocks_per_unit, scales_loss, layers)
+        if shards_experts_separately:
+            layers |= set(list_experts(model))
+        expert_ids = find_spread_experts(model, split)
+        return _build_layout(family, model, blocks_per_unit, scales_loss, layers, expert_ids)
+
+
+def find_spread_experts(model: nn.Module, split: TensorParallelSplit | None) -> set[int]:
+    """Identities of the parameters of experts, where other ranks have other ones."""
+    if split is None or split.expert_degree == 1:
+        return set()
+    return {id(parameter) for experts in list_experts(model) for parameter in experts.parameters()}
 
 
 def _build_layout(
-    family: Family, model: nn.Module, blocks_per_unit: int, scales_loss: bool, layers: set[nn.Module]
+    family: Family,
+    model: nn.Module,
+    blocks_per_unit: int,
+    scales_loss: bool,
+    layers: set[nn.Module],
+    expert_ids: set[int],
 ) -> ParameterLayout:
     fp32_parameter_ids = (
         {id(parameter) for module in family.find_fp32_modules(model) for parameter in module.parameters()}
@@ -97,6 +116,7 @@ def _build_layout(
             None if stored_format is None else stored_format.num_bytes,
             0 if stored_format is None else stored_format.scale_bytes,
             id(parameter) in hidden_matrix_ids,
+            id(parameter) in expert_ids,
         )
     block_counts = _count_blocks(family)
     list_paths = _find_block_list_paths(family, model)

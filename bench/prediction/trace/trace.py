@@ -56,6 +56,8 @@ class TraceKey:
     """Layers that stay in fp32 in fp16 runs are sharded by themselves, within their blocks."""
     shards_trained_separately: bool = False
     """So are trained layers of blocks that are frozen otherwise."""
+    shards_experts_separately: bool = False
+    """So are the experts of a layer."""
     loss_chunks: int | None = None
     """The loss is computed in so many chunks; None for all of it at once."""
     activation_offload: bool = False

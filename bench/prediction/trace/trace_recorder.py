@@ -25,6 +25,7 @@ from bench.models.blocks import find_trained_layers
 from bench.models.checkpointing import BlockPositions, checkpoint_blocks, shorten_family
 from bench.models.chunked_loss import ChunkedLoss
 from bench.models.division import strip_checkpoint_wrappers
+from bench.models.experts import list_experts
 from bench.models.materialize import fill_buffers
 from bench.prediction.trace.compiled_blocks import compile_blocks
 from bench.prediction.trace.cpu_memory import track_rng_states
@@ -105,6 +106,8 @@ def trace_step(key: TraceKey, batch_size: int, *, whole_model: bool = False) -> 
             trace_recorder.watch_layers(family, model, set(family.find_fp32_modules(model)), key.compile)
         if key.shards_trained_separately:
             trace_recorder.watch_layers(family, model, set(find_trained_layers(family, model)), key.compile)
+        if key.shards_experts_separately:
+            trace_recorder.watch_layers(family, model, set(list_experts(model)), key.compile)
         if key.widens_outputs:
             model.register_forward_hook(_convert_logits_to_fp32)
         engine = Engine(

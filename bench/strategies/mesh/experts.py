@@ -60,7 +60,9 @@ class ExpertSplit:
             return compute_sorted_rows(experts, rows, row_experts, experts.num_experts)
         group, degree = self.expert_mesh.get_group(), self.expert_mesh.size()
         num_local = experts.num_experts // degree
-        sent_counts = row_experts.bincount(minlength=experts.num_experts)
+        numbers = torch.arange(experts.num_experts, device=rows.device)
+        sent_counts = torch.searchsorted(row_experts, numbers, right=True)
+        sent_counts[1:] -= sent_counts[:-1].clone()
         received_counts = _wait(all_to_all_single(sent_counts, None, None, group))
         sent_splits, received_splits = self.list_splits(sent_counts, received_counts, rows.shape[0])
         received = all_to_all_single_autograd(rows, received_splits, sent_splits, group)
@@ -94,7 +96,7 @@ class ExpertSplit:
 
 
 class TracedExpertSplit(ExpertSplit):
-    """Takes rows to go to the experts of all ranks in equal numbers, which nobody can tell where nothing is computed."""
+    """Takes rows to go to the experts of all ranks in equal numbers: where nothing is computed nobody can tell."""
 
     def list_splits(
         self, sent_counts: torch.Tensor, received_counts: torch.Tensor, num_rows: int

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from bench.core.errors import ImpossibleError
-from bench.strategies.ddp import DDPStrategy
+from bench.strategies.ddp import DDPPlan, DDPStrategy
 from bench.strategies.fsdp import FSDP2Strategy
 from bench.strategies.mesh.layout import (
     CONTEXT,
@@ -33,15 +33,21 @@ from bench.strategies.step_plan import (
     EXPERT_DATA_GROUP,
     EXPERT_GROUP,
     EXPERT_SHARD_GROUP,
+    GRADIENT_MEMORY,
     PIPELINE_GROUP,
+    REDUCE_STREAM,
     REPLICA_GROUP,
     SHARD_GROUP,
     TENSOR_GROUP,
     WORLD_GROUP,
     GroupDim,
+    ParameterSpec,
+    PlanDevice,
     PlanInputs,
     ReplicatedPlan,
+    ShardingUnit,
     StepPlan,
+    name_unit_gradients,
 )
 from bench.strategies.zero1 import ZeRO1Strategy
 
@@ -84,15 +90,64 @@ def count_mesh_process_groups(layout: MeshLayout, data: str) -> int:
 def plan_mesh_step(strategy: MeshStrategy, inputs: PlanInputs) -> StepPlan:
     """The plan of a rank that has all blocks."""
     layout = strategy.layout
-    inputs = dataclasses.replace(inputs, world_size=layout.get_degree(*REPLICATING_DIMS))
+    inputs = dataclasses.replace(
+        inputs, world_size=layout.get_degree(*REPLICATING_DIMS), expert_shards=count_expert_shards(strategy)
+    )
     if strategy.data == NO_DATA_PARALLEL:
         return ReplicatedPlan(inputs)
     if strategy.data == FSDP_KIND:
         return build_inner_fsdp(strategy).plan(inputs)
     knobs = {"sharding_factor": 1, "bucket_cap_mb": None, "gradient_as_bucket_view": True, "static_graph": False}
     if strategy.data == DDP_KIND:
-        return DDPStrategy(name=DDP_KIND, **knobs).plan(inputs)  # type: ignore[arg-type]
+        return MeshDDPPlan(DDPStrategy(name=DDP_KIND, **knobs), inputs)  # type: ignore[arg-type]
     return ZeRO1Strategy(name="zero1", parameters_as_bucket_view=False, **knobs).plan(inputs)  # type: ignore[arg-type]
+
+
+def count_expert_shards(strategy: MeshStrategy) -> int | None:
+    """Ranks that FSDP shards experts over; None where that is as all else."""
+    if not strategy.shards_experts_separately:
+        return None
+    return strategy.layout.get_degree(*GROUP_DIMS[EXPERT_SHARD_GROUP])
+
+
+class MeshDDPPlan(DDPPlan):
+    """DDP's, which leaves experts alone that other ranks have than have the rest: their gradients stay as autograd
+    leaves them, and are averaged one by one when backward is over."""
+
+    @property
+    def total_gradient_numel(self) -> int:
+        """Of what is in buckets."""
+        return sum(spec.numel for spec in self.inputs.trained_parameters if not spec.is_expert)
+
+    def allocate_persistent_state(self, device: PlanDevice) -> None:
+        """Experts' gradients too, if they are kept."""
+        super().allocate_persistent_state(device)
+        if self.inputs.keep_gradients:
+            for unit, parameter in self._list_experts():
+                self._hold_gradient(device, unit, parameter)
+
+    def after_gradient(self, device: PlanDevice, unit: ShardingUnit, parameter: ParameterSpec) -> None:
+        if not parameter.is_expert:
+            super().after_gradient(device, unit, parameter)
+        elif not self.inputs.keep_gradients:
+            self._hold_gradient(device, unit, parameter)
+
+    def after_micro_batch_backward(self, device: PlanDevice) -> None:
+        super().after_micro_batch_backward(device)
+        if not self._synchronize:
+            return
+        for unit, parameter in self._list_experts():
+            size, name = self.compute_gradient_bytes(parameter), f"expert {unit.index} {parameter.name}"
+            device.run_collective(name, "all-reduce", size, EXPERT_DATA_GROUP, REDUCE_STREAM, after="compute")
+            device.wait_for_event(name)
+            device.copy_within_device("mean", 2 * size)
+
+    def _list_experts(self) -> list[tuple[ShardingUnit, ParameterSpec]]:
+        return [(unit, spec) for unit in self.inputs.units for spec in unit.trained_parameters if spec.is_expert]
+
+    def _hold_gradient(self, device: PlanDevice, unit: ShardingUnit, parameter: ParameterSpec) -> None:
+        name = f"{name_unit_gradients(unit)} {parameter.name}"
+        device.allocate(name, self.compute_gradient_bytes(parameter), GRADIENT_MEMORY)
 
 
 def build_inner_fsdp(strategy: MeshStrategy) -> FSDP2Strategy:
@@ -119,6 +174,7 @@ def plan_mesh_stages(strategy: MeshStrategy, stages: Sequence[StageUnits], input
                 "strategy.reshard_after_forward=true is not valid with mode=predict of a pipeline, which would gather "
                 "parameters for every micro-batch: when schedules do so is not stated. Choose null, or mode=measure."
             )
+        inputs = dataclasses.replace(inputs, expert_shards=count_expert_shards(strategy))
         return ShardedStagePlan(
             stages, inputs, layout.get_degree(SHARDS, EXPERT, CONTEXT), num_replicas=layout.get_degree(REPLICAS)
         )

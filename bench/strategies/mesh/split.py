@@ -149,6 +149,10 @@ class MeshSplit(TensorParallelSplit):
     def context_degree(self) -> int:
         return self.context
 
+    @property
+    def expert_degree(self) -> int:
+        return self.expert
+
     def divide_for_trace(self, family: Family, model: nn.Module) -> Mapping[str, str]:
         degrees = ((SHARDS, 1), (EXPERT, self.expert), (CONTEXT, self.context), (TENSOR, self.degree))
         mesh = RankMesh(MeshLayout(degrees), torch.device("cpu"))

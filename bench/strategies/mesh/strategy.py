@@ -229,6 +229,14 @@ class MeshStrategy(Strategy):
             tensor, self.sequence_parallel, keeps_dtensors, context, self.context_form, expert, self.loss_parallel
         )
 
+    @property
+    def shards_fp32_layers_separately(self) -> bool:  # type: ignore[override]
+        return self.data == FSDP_KIND
+
+    @property
+    def shards_experts_separately(self) -> bool:
+        return self.data == FSDP_KIND and self.layout.get_degree(EXPERT) > 1
+
     def list_group_dims(self, group_name: str, world_size: int) -> Sequence[GroupDim]:
         return list_mesh_group_dims(self.layout, group_name)
 

@@ -16,6 +16,8 @@ from bench.optimizers import UpdatedTensor
 from bench.strategies.step_plan import (
     ALL_GATHER_MEMORY,
     DATA_GROUP,
+    EXPERT_DATA_GROUP,
+    EXPERT_SHARD_GROUP,
     GRADIENT_MEMORY,
     PARAMETER_MEMORY,
     REDUCTION_MEMORY,
@@ -65,6 +67,8 @@ class PlannedCollective:
     group: str
     count: float = 1.0
     """How often, one after the other."""
+    in_backward: bool = False
+    """While the last backward of the stage goes on."""
 
 
 class StagePlan(RankPlan):
@@ -92,9 +96,6 @@ class StagePlan(RankPlan):
     def list_gathers(self, stage: StageUnits) -> Sequence[PlannedCollective]:
         """Of a stage's parameters, in the order in which its first micro-batch comes to them."""
         return ()
-
-    reduces_in_backward = False
-    """Whether gradients are reduced while the last backward goes on; else when it is over."""
 
     def list_reductions(self, stage: StageUnits) -> Sequence[PlannedCollective]:
         """Of a stage's gradients."""
@@ -181,15 +182,27 @@ class ReplicatedStagePlan(SingleCopyStagePlan):
         super().allocate_persistent_state(device)
         for stage in self.stages:
             device.free(name_stage_gradients(stage))
-            device.allocate(f"buckets {stage.index}", stage.numel * self.parameter_itemsize, GRADIENT_MEMORY)
-
-    reduces_in_backward = True
+            bucket_numel = self._count_bucket_elements(stage)
+            device.allocate(f"buckets {stage.index}", bucket_numel * self.parameter_itemsize, GRADIENT_MEMORY)
+            if self.keeps_gradients:
+                expert_bytes = (stage.numel - bucket_numel) * self.parameter_itemsize
+                device.allocate(name_stage_gradients(stage), expert_bytes, GRADIENT_MEMORY)
 
     def list_reductions(self, stage: StageUnits) -> Sequence[PlannedCollective]:
-        """Buckets of equal size."""
-        size = stage.numel * self.parameter_itemsize
+        """Buckets of equal size; then, one by one, experts that DDP leaves alone."""
+        size = self._count_bucket_elements(stage) * self.parameter_itemsize
         num_buckets = max(1.0, size / DDP_BUCKET_BYTES)
-        return [PlannedCollective("all-reduce", size / num_buckets, DATA_GROUP, num_buckets)]
+        buckets = PlannedCollective("all-reduce", size / num_buckets, DATA_GROUP, num_buckets, in_backward=True)
+        experts = [
+            PlannedCollective("all-reduce", parameter.numel * self.parameter_itemsize, EXPERT_DATA_GROUP)
+            for parameter in stage.parameters
+            if parameter.is_expert
+        ]
+        return [buckets, *experts]
+
+    @staticmethod
+    def _count_bucket_elements(stage: StageUnits) -> int:
+        return sum(parameter.numel for parameter in stage.parameters if not parameter.is_expert)
 
     def takes_each_gradient(self, *, is_last_backward: bool) -> bool:
         return is_last_backward
@@ -207,7 +220,10 @@ class ReplicatedStagePlan(SingleCopyStagePlan):
         if self.keeps_gradients:
             return
         size, gradients_name = parameter.numel * self.parameter_itemsize, name_stage_gradients(stage)
-        if is_first_micro_batch:
+        if parameter.is_expert:  # stays as it is
+            if is_first_micro_batch:
+                device.grow_allocation(gradients_name, size, GRADIENT_MEMORY)
+        elif is_first_micro_batch:
             device.allocate("copied into bucket", size, GRADIENT_MEMORY)
             device.free("copied into bucket")
         else:
@@ -242,14 +258,32 @@ class ShardedStagePlan(StagePlan):
     def updated_tensors(self) -> list[UpdatedTensor]:
         """The first copy's shards, which are never smaller than the others'."""
         return [
-            parameter.build_first_shard(self._num_copies) for stage in self.stages for parameter in stage.parameters
+            parameter.build_first_shard(self._count_shards(parameter), self._choose_dimension(parameter))
+            for stage in self.stages
+            for parameter in stage.parameters
         ]
 
+    def _count_shards(self, parameter: ParameterSpec) -> int:
+        """Ranks that a parameter is sharded over."""
+        expert_shards = self.inputs.expert_shards
+        return expert_shards if parameter.is_expert and expert_shards is not None else self._num_copies
+
+    def _choose_dimension(self, parameter: ParameterSpec) -> int:
+        """Along which it is cut."""
+        return parameter.choose_expert_dimension(self._count_shards(parameter)) if parameter.is_expert else 0
+
+    def _count_unit_shards(self, unit: ShardingUnit) -> int:
+        return self._count_shards(unit.parameters[0]) if unit.parameters else self._num_copies
+
+    def _find_shard_group(self, unit: ShardingUnit) -> str:
+        return EXPERT_SHARD_GROUP if any(spec.is_expert for spec in unit.parameters[:1]) else self._shard_group
+
     def _compute_padded_numel(self, unit: ShardingUnit) -> int:
-        return (
-            sum(parameter.compute_first_shard_numel(self._num_copies) for parameter in unit.parameters)
-            * self._num_copies
+        shard_numels = (
+            parameter.compute_first_shard_numel(self._count_shards(parameter), self._choose_dimension(parameter))
+            for parameter in unit.parameters
         )
+        return sum(shard_numels) * self._count_unit_shards(unit)
 
     def allocate_persistent_state(self, device: PlanDevice) -> None:
         """Shards of gradients too, if they are kept."""
@@ -261,7 +295,7 @@ class ShardedStagePlan(StagePlan):
 
     def list_gathers(self, stage: StageUnits) -> Sequence[PlannedCollective]:
         return [
-            PlannedCollective("all-gather", unit.numel * self._compute_itemsize, self._shard_group)
+            PlannedCollective("all-gather", unit.numel * self._compute_itemsize, self._find_shard_group(unit))
             for unit in stage.units
         ]
 
@@ -270,9 +304,10 @@ class ShardedStagePlan(StagePlan):
         collectives = []
         for unit in stage.units:
             size = unit.numel * self._reduce_itemsize
-            collectives.append(PlannedCollective("reduce-scatter", size, self._shard_group))
+            collectives.append(PlannedCollective("reduce-scatter", size, self._find_shard_group(unit)))
             if self._num_replicas > 1:
-                collectives.append(PlannedCollective("all-reduce", size / self._num_copies, REPLICA_GROUP))
+                shard_bytes = size / self._count_unit_shards(unit)
+                collectives.append(PlannedCollective("all-reduce", shard_bytes, REPLICA_GROUP))
         return collectives
 
     def begin_step(self, device: PlanDevice, *, gathers_ahead: bool) -> None:
@@ -299,7 +334,7 @@ class ShardedStagePlan(StagePlan):
     def compute_accumulation_bytes(self, unit: ShardingUnit) -> float:
         """The largest of them, converted."""
         return (
-            max(parameter.numel for parameter in unit.parameters) * self._reduce_itemsize
+            max((parameter.numel for parameter in unit.parameters), default=0) * self._reduce_itemsize
             if self._converts_gradients
             else 0.0
         )
@@ -350,14 +385,18 @@ class ShardedStagePlan(StagePlan):
             device.allocate("reduce input", self._compute_padded_numel(unit) * self._reduce_itemsize, REDUCTION_MEMORY)
             if self.inputs.is_on_cpu:
                 allocate_copy_in_briefly(
-                    device, unit.trained_parameters, self._num_copies, self._reduce_itemsize, self._reduce_itemsize
+                    device,
+                    unit.trained_parameters,
+                    self._count_unit_shards(unit),
+                    self._reduce_itemsize,
+                    self._reduce_itemsize,
                 )
             if self._converts_gradients:
                 device.free(f"accumulated {stage.index} {unit.index}")
             else:
                 device.grow_allocation(gradients_name, -unit_numel * self._compute_itemsize, GRADIENT_MEMORY)
             shard_name = f"gradient shard {stage.index} {unit.index}"
-            shard_numel = self._compute_padded_numel(unit) // self._num_copies
+            shard_numel = self._compute_padded_numel(unit) // self._count_unit_shards(unit)
             device.allocate(shard_name, shard_numel * self._reduce_itemsize, GRADIENT_MEMORY)
             if self._reduce_itemsize != self.parameter_itemsize:
                 device.allocate("converted shard", shard_numel * self.parameter_itemsize, GRADIENT_MEMORY)

@@ -52,6 +52,11 @@ class TensorParallelSplit:
         """Ranks that every sequence is divided over."""
         return 1
 
+    @property
+    def expert_degree(self) -> int:
+        """Ranks that the experts of every layer are spread over."""
+        return 1
+
     def divide_for_trace(self, family: Family, model: nn.Module) -> Mapping[str, str]:
         """Divide a model that is on meta; returns which group of a plan each process group is, by its name."""
         self.divide_model(family, model, init_device_mesh("cpu", (self.degree,)))
