@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 
 from bench.config.run_config import RunConfig
@@ -12,8 +13,17 @@ from bench.prediction.pipeline.time import predict_pipeline_time
 from bench.prediction.prediction import Prediction
 from bench.prediction.simulation.device_memory import predict_memory
 from bench.prediction.simulation.simulated_rank import RankSpeed, SimulatedRank
+from bench.prediction.trace.scaled_trace import Chunk
 from bench.prediction.trace.trace import TraceKey
-from bench.strategies.pipeline.schedule import FORWARD, ONE_F_ONE_B, PipelineAction, Timetable
+from bench.strategies.pipeline.schedule import (
+    BACKWARD,
+    FORWARD,
+    INPUT_BACKWARD,
+    ONE_F_ONE_B,
+    WEIGHT_BACKWARD,
+    PipelineAction,
+    Timetable,
+)
 from bench.strategies.pipeline.step_plans import StagePlan, name_stage_gradients
 from bench.strategies.step_plan import GRADIENT_MEMORY, PARAMETER_MEMORY, PlanInputs, ShardingUnit
 
@@ -77,10 +87,16 @@ def _simulate_rank(
     simulated_rank.allocate("received", timetable.micro_batches * exchanged_bytes, ACTIVATION_MEMORY)
     for action, num_before, is_last in _number_actions(timetable, rank):
         stage = stages[action.stage]
-        simulated_rank.phase, simulated_rank.module = action.kind, f"stage {action.stage}"
-        if action.kind == FORWARD:
+        is_forward = action.kind == FORWARD
+        simulated_rank.phase, simulated_rank.module = FORWARD if is_forward else BACKWARD, f"stage {action.stage}"
+        if is_forward:
             _simulate_forward(simulated_rank, plan, stage, num_before)
             simulated_rank.free("logits")
+        elif action.kind == INPUT_BACKWARD:
+            simulated_rank.simulate_chunk(stage.get_input_backward_chunk(plan), BACKWARD)
+            _keep_sent_buffers(simulated_rank, timetable, stage)
+        elif action.kind == WEIGHT_BACKWARD:
+            _simulate_weight_backward(simulated_rank, plan, stage, num_before, is_last=is_last)
         else:
             _simulate_backward(simulated_rank, plan, stage, num_before, is_last=is_last, on_cpu=on_cpu)
             _keep_sent_buffers(simulated_rank, timetable, stage)
@@ -128,9 +144,41 @@ def _number_actions(timetable: Timetable, rank: int) -> Iterator[tuple[PipelineA
     """Actions, how many of the same kind and stage there were before, and whether there are no more."""
     counts: dict[tuple[str, int], int] = {}
     for action in timetable.list_actions(rank):
-        num_before = counts.get(action[:2], 0)
-        counts[action[:2]] = num_before + 1
+        kind = BACKWARD if action.kind == WEIGHT_BACKWARD else action.kind
+        num_before = counts.get((kind, action.stage), 0)
+        counts[kind, action.stage] = num_before + 1
         yield action, num_before, num_before == timetable.micro_batches - 1
+
+
+def _simulate_weight_backward(
+    simulated_rank: SimulatedRank, plan: StagePlan, stage: SimulatedPipelineStage, num_before: int, *, is_last: bool
+) -> None:
+    """The gradients of a stage's weights, and an end of what its forward pass has left."""
+    kept_bytes = stage.get_backward_chunk(plan, is_first=num_before == 0)[1]
+    input_chunk, whole_chunk = stage.get_input_backward_chunk(plan), stage.get_backward_chunk(plan, is_first=False)[0]
+    if kept_bytes:
+        simulated_rank.grow_allocation(name_stage_gradients(stage.units), kept_bytes, GRADIENT_MEMORY)
+    net_bytes = whole_chunk.net_bytes - input_chunk.net_bytes
+    peak_bytes = max(net_bytes, 0.0)
+    simulated_rank.simulate_chunk(
+        dataclasses.replace(
+            input_chunk,
+            peak_bytes=peak_bytes,
+            lasting_bytes_at_peak=peak_bytes,
+            net_bytes=net_bytes,
+            lasting_net_bytes=whole_chunk.lasting_net_bytes - input_chunk.lasting_net_bytes,
+        ),
+        BACKWARD,
+    )
+    if plan.takes_each_gradient(is_last_backward=False):  # gradients of another format than they are reduced in
+        for units, parameters in stage.list_backward_units():
+            for parameter in parameters:
+                unit = units[-1] if parameter.is_expert else units[0]
+                plan.after_gradient(simulated_rank, stage.units, unit, parameter, is_first_micro_batch=num_before == 0)
+            for unit in units:
+                plan.after_unit_backward(simulated_rank, stage.units, unit)
+    if is_last:
+        plan.after_stage_last_backward(simulated_rank, stage.units)
 
 
 def _simulate_forward(
@@ -163,34 +211,64 @@ def _simulate_backward(
     on_cpu: bool,
 ) -> None:
     gradients_name = name_stage_gradients(stage.units)
+    if plan.takes_each_gradient(is_last_backward=False) and num_before > 0:
+        # All but the first add to what is there: they are alike.
+        simulated_rank.simulate_chunk(_build_adding_chunk(plan, stage, on_cpu=on_cpu), BACKWARD)
+        if is_last:
+            plan.after_stage_last_backward(simulated_rank, stage.units)
+        return
     if not plan.takes_each_gradient(is_last_backward=is_last):
         chunk, kept_bytes = stage.get_backward_chunk(plan, is_first=num_before == 0)
         simulated_rank.simulate_chunk(chunk, "backward")
         if kept_bytes:
             simulated_rank.grow_allocation(gradients_name, kept_bytes, GRADIENT_MEMORY)
     else:
-        current_units: tuple[ShardingUnit, ...] = ()
-        adds_gradients = num_before > 0 and on_cpu
-        for segment, units, parameters in stage.segments:
-            if segment.phase == FORWARD:
-                continue
-            if units is not current_units:
-                _leave_units(simulated_rank, plan, stage, current_units, adds_gradients=adds_gradients)
-            current_units = units
-            for chunk in segment.chunks:
-                simulated_rank.simulate_chunk(chunk, "backward")
-                if chunk.completed_gradient is not None:
-                    parameter = parameters[chunk.completed_gradient]
-                    plan.after_gradient(
-                        simulated_rank,
-                        stage.units,
-                        units[-1] if parameter.is_expert else units[0],
-                        parameter,
-                        is_first_micro_batch=num_before == 0,
-                    )
-        _leave_units(simulated_rank, plan, stage, current_units, adds_gradients=adds_gradients)
+        _simulate_units_backward(simulated_rank, plan, stage, num_before, on_cpu=on_cpu)
     if is_last:
         plan.after_stage_last_backward(simulated_rank, stage.units)
+
+
+def _build_adding_chunk(plan: StagePlan, stage: SimulatedPipelineStage, *, on_cpu: bool) -> Chunk:
+    """A backward whose gradients are converted unit by unit and added to those of earlier micro-batches, as one."""
+
+    def build() -> Chunk:
+        scratch = SimulatedRank(UNTIMED_SPEED)
+        _simulate_units_backward(scratch, plan, stage, 1, on_cpu=on_cpu)
+        peak, whole_chunk = scratch.peak, stage.get_backward_chunk(plan, is_first=False)[0]
+        return dataclasses.replace(
+            whole_chunk,
+            peak_bytes=peak.size,
+            lasting_bytes_at_peak=peak.parts[ACTIVATION_MEMORY],
+            gradient_bytes_at_peak=peak.parts[GRADIENT_MEMORY],
+        )
+
+    return stage.remember_chunk("adding", build)
+
+
+def _simulate_units_backward(
+    simulated_rank: SimulatedRank, plan: StagePlan, stage: SimulatedPipelineStage, num_before: int, *, on_cpu: bool
+) -> None:
+    """Gradient by gradient, unit by unit."""
+    current_units: tuple[ShardingUnit, ...] = ()
+    adds_gradients = num_before > 0 and on_cpu
+    for segment, units, parameters in stage.segments:
+        if segment.phase == FORWARD:
+            continue
+        if units is not current_units:
+            _leave_units(simulated_rank, plan, stage, current_units, adds_gradients=adds_gradients)
+        current_units = units
+        for chunk in segment.chunks:
+            simulated_rank.simulate_chunk(chunk, "backward")
+            if chunk.completed_gradient is not None:
+                parameter = parameters[chunk.completed_gradient]
+                plan.after_gradient(
+                    simulated_rank,
+                    stage.units,
+                    units[-1] if parameter.is_expert else units[0],
+                    parameter,
+                    is_first_micro_batch=num_before == 0,
+                )
+    _leave_units(simulated_rank, plan, stage, current_units, adds_gradients=adds_gradients)
 
 
 def _leave_units(

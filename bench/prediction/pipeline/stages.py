@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 
+import numpy as np
 import torch
 
 from bench.config.run_config import RunConfig
@@ -23,8 +25,10 @@ from bench.prediction.simulation.parameter_layout import (
     compute_order_keys,
     find_spread_experts,
 )
+from bench.prediction.trace.kernels import MATMUL, FloatArray
 from bench.prediction.trace.scaled_trace import (
     Chunk,
+    ScaledSegment,
     SegmentAtBatch,
     build_chunks,
     expand_to_full_depth,
@@ -41,7 +45,7 @@ from bench.prediction.trace.stage_trace import (
     open_short_stage,
     shorten_stage_blocks,
 )
-from bench.prediction.trace.trace import BlockPlace, TraceKey
+from bench.prediction.trace.trace import BlockPlace, GradientEvent, TraceKey
 from bench.prediction.trace.trace_cache import HashableHardware, load_scaled_trace
 from bench.strategies.pipeline.schedule import FORWARD, Timetable
 from bench.strategies.pipeline.step_plans import StagePlan, StageUnits, find_tied_parameters
@@ -66,7 +70,10 @@ class SimulatedPipelineStage:
     """Of the last stage."""
     sequence_bytes: float
     """Tokens of one sequence."""
+    weight_s: float = 0.0
+    """Seconds of the products that gradients of weights take, of a micro-batch."""
     _backward_chunks: dict[bool, tuple[Chunk, float]] = field(default_factory=dict)
+    _named_chunks: dict[str, Chunk] = field(default_factory=dict)
 
     @functools.cached_property
     def forward_chunk(self) -> Chunk:
@@ -85,6 +92,34 @@ class SimulatedPipelineStage:
             self._backward_chunks[is_first] = self._merge_backward_chunks(plan, is_first)
         return self._backward_chunks[is_first]
 
+    def get_input_backward_chunk(self, plan: StagePlan) -> Chunk:
+        """The first part of a backward that is split.
+
+        Its peak is taken to be that of the whole backward, and all that the forward pass has left to stay until the
+        gradients of weights are computed: what of it is not needed for them goes, and gradients of what layers put out,
+        which are as large, take its place.
+        """
+
+        def build() -> Chunk:
+            whole_chunk = self.get_backward_chunk(plan, is_first=False)[0]
+            return dataclasses.replace(whole_chunk, net_bytes=0.0, lasting_net_bytes=0.0)
+
+        return self.remember_chunk("inputs", build)
+
+    def list_backward_units(self) -> list[tuple[tuple[ShardingUnit, ...], list[ParameterSpec]]]:
+        """In the order in which they are left, with the parameters whose gradients are complete by then."""
+        return [
+            (units, [parameters[name] for name in _list_gradients(segment)])
+            for segment, units, parameters in self.segments
+            if segment.phase != FORWARD and _list_gradients(segment)
+        ]
+
+    def remember_chunk(self, name: str, build: Callable[[], Chunk]) -> Chunk:
+        """A piece that is made of several, when first asked for: a stage belongs to one rank, so to one plan."""
+        if name not in self._named_chunks:
+            self._named_chunks[name] = build()
+        return self._named_chunks[name]
+
     def _merge_backward_chunks(self, plan: StagePlan, is_first: bool) -> tuple[Chunk, float]:
         chunks, gradient_sizes = [], []
         for segment, _, parameters in self.segments:
@@ -102,6 +137,10 @@ class SimulatedPipelineStage:
     @staticmethod
     def _list_zero_gradients(segments: Sequence[SegmentAtBatch]) -> list[float]:
         return [0.0] * (sum(len(segment.chunks) for segment in segments) - 1)
+
+
+def _list_gradients(segment: SegmentAtBatch) -> list[str]:
+    return [chunk.completed_gradient for chunk in segment.chunks if chunk.completed_gradient is not None]
 
 
 def list_stage_traces(config: RunConfig, key: TraceKey) -> list[tuple[TraceKey | StageTraceKey, int]]:
@@ -152,7 +191,7 @@ def build_pipeline_stages(config: RunConfig, key: TraceKey, timetable: Timetable
     for index, stage_blocks in enumerate(_cut_into_stage_blocks(config, timetable)):
         stage_key = StageTraceKey(key, shorten_stage_blocks(stage_blocks, key.block_period))
         block_counts = tuple(blocks.num_blocks for blocks in stage_blocks)
-        segments = _build_stage_segments(
+        segments, weight_seconds = _build_stage_segments(
             stage_key, num_sequences, HashableHardware(config.hardware), block_counts, layer_groups
         )
         units, ordered_segments = arrange_stage(index, stage_key, block_counts, segments)
@@ -171,6 +210,7 @@ def build_pipeline_stages(config: RunConfig, key: TraceKey, timetable: Timetable
                 logits_bytes=_compute_logits_bytes(config, key, num_sequences) if is_last else 0.0,
                 sequence_bytes=scaled_trace.inputs_bytes[1]
                 or scaled_trace.inputs_bytes[0] / scaled_trace.traced_batch_sizes[0],
+                weight_s=sum(weight_seconds[id(segment)] for segment, _, _ in ordered_segments),
             )
         )
     return stages
@@ -207,7 +247,8 @@ def _build_stage_segments(
     hashable_hardware: HashableHardware,
     block_counts: tuple[int, ...],
     layer_groups: rank_speed.LayerGroups,
-) -> tuple[SegmentAtBatch, ...]:
+) -> tuple[tuple[SegmentAtBatch, ...], dict[int, float]]:
+    """The segments, and the seconds of products for gradients of weights in each, by its identity."""
     scaled_trace = load_scaled_trace(key, list_traced_batch_sizes(num_sequences, is_compiled=key.trace_key.compile))
     batch_weight = scaled_trace.compute_batch_weight(num_sequences)
     segment_kernels = [scale_kernels(scaled_segment, batch_weight) for scaled_segment in scaled_trace.segments]
@@ -221,7 +262,7 @@ def _build_stage_segments(
     time_collective = rank_speed.build_layer_collective_timer(
         hashable_hardware.hardware, key.trace_key.precision, layer_groups
     )
-    return tuple(
+    segments = tuple(
         SegmentAtBatch(
             scaled_segment.phase,
             scaled_segment.micro_batch,
@@ -230,6 +271,27 @@ def _build_stage_segments(
         )
         for scaled_segment, kernel_seconds in zip(scaled_trace.segments, segment_seconds, strict=True)
     )
+    weight_seconds = {
+        id(segment): _sum_weight_seconds(scaled_segment, kernel_seconds)
+        for segment, scaled_segment, kernel_seconds in zip(
+            segments, scaled_trace.segments, segment_seconds, strict=True
+        )
+    }
+    return segments, weight_seconds
+
+
+def _sum_weight_seconds(segment: ScaledSegment, kernel_seconds: FloatArray | None) -> float:
+    """Of the last matrix product before each gradient is complete: that is its own, or one of the same size."""
+    if kernel_seconds is None:
+        return 0.0
+    is_product = segment.kernels[0].kinds == MATMUL
+    seconds, start = 0.0, 0
+    for end, event in zip(segment.kernel_ends, segment.events, strict=False):
+        products = np.flatnonzero(is_product[start:end])
+        if len(products) and isinstance(event, GradientEvent):
+            seconds += float(kernel_seconds[start + products[-1]])
+        start = end
+    return seconds
 
 
 @functools.lru_cache(maxsize=256)

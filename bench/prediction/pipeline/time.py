@@ -19,7 +19,14 @@ from bench.prediction.pipeline.stages import SimulatedPipelineStage, find_shared
 from bench.prediction.prediction import PredictedRange, TimelineSpan, TimePrediction
 from bench.prediction.simulation.simulated_rank import RankSpeed, SimulatedRank
 from bench.prediction.simulation.step import OptimizerUpdate
-from bench.strategies.pipeline.schedule import BACKWARD, FORWARD, PipelineAction, Timetable
+from bench.strategies.pipeline.schedule import (
+    BACKWARD,
+    FORWARD,
+    INPUT_BACKWARD,
+    WEIGHT_BACKWARD,
+    PipelineAction,
+    Timetable,
+)
 from bench.strategies.pipeline.step_plans import PlannedCollective, StagePlan
 from bench.strategies.step_plan import PIPELINE_GROUP
 
@@ -29,10 +36,14 @@ PIPELINE_BUBBLE = "pipeline bubble"
 
 @dataclass(frozen=True)
 class StagePassSeconds:
-    """Seconds of a stage's forward or backward pass alone: of its kernels, and in all."""
+    """Seconds of a stage's forward or backward pass alone."""
 
     computed: float
+    """Of its kernels."""
+    exchanged: float
+    """In which it waits for ranks that share its layers."""
     elapsed: float
+    """In all."""
 
 
 def predict_pipeline_time(
@@ -53,11 +64,12 @@ def predict_pipeline_time(
     speed = rank_speed.build_rank_speed(config)
     pass_cache: dict[tuple[tuple[int, ...], str], StagePassSeconds] = {}
     stage_passes = [
-        {phase: _simulate_stage_pass(stage, phase, speed, pass_cache) for phase in (FORWARD, "backward")}
+        {phase: _simulate_stage_pass(stage, phase, speed, pass_cache) for phase in (FORWARD, BACKWARD)}
         for stage in stages
     ]
     stage_seconds = [
-        StageSeconds(phase_passes[FORWARD].elapsed, phase_passes["backward"].elapsed) for phase_passes in stage_passes
+        StageSeconds(passes[FORWARD].elapsed, passes[BACKWARD].elapsed, min(stage.weight_s, passes[BACKWARD].elapsed))
+        for stage, passes in zip(stages, stage_passes, strict=True)
     ]
     send_s = [
         _compute_send_seconds(config, timetable, stage_index, stage.sent_bytes)
@@ -89,17 +101,25 @@ def predict_pipeline_time(
         max(end + _compute_update_seconds(update, speed) for end, update in zip(rank_ends, updates, strict=True))
         + norm_s
     )
-    computed_s = _compute_mean(
-        sum(stage_passes[action.stage][action.kind].computed for action in timeline.actions) for timeline in timelines
+    rank_passes = [
+        [passes for stage_index in timetable.find_stages_of_rank(rank) for passes in stage_passes[stage_index].values()]
+        for rank in range(timetable.ranks)
+    ]
+    computed_s = timetable.micro_batches * _compute_mean(
+        sum(stage_pass.computed for stage_pass in passes) for passes in rank_passes
+    )
+    exchanged_s = timetable.micro_batches * _compute_mean(
+        sum(stage_pass.exchanged for stage_pass in passes) for passes in rank_passes
     )
     busy_s = _compute_mean(timeline.busy_s for timeline in timelines)
     waited_s = max(timeline.end_s for timeline in timelines) - max(
         timeline.end_s for timeline in timelines_without_sending
     )
-    exposed_s = max(0.0, waited_s) + _compute_mean(seconds for seconds, _ in sync_seconds) + tied_s + norm_s
+    sync_s = max(0.0, waited_s) + _compute_mean(seconds for seconds, _ in sync_seconds) + tied_s + norm_s
     optimizer_s = _compute_mean(update.seconds for update in updates)
     update_seconds = [_compute_update_seconds(update, speed) for update in updates]
-    idle_s = step_s - busy_s - exposed_s - _compute_mean(update_seconds)
+    exposed_s = sync_s + exchanged_s
+    idle_s = step_s - busy_s - sync_s - _compute_mean(update_seconds)
     seconds_by_limit = {
         "compute": computed_s,
         "network": exposed_s,
@@ -114,7 +134,8 @@ def predict_pipeline_time(
         exposed_communication_s=exposed_s,
         optimizer_s=optimizer_s,
         bubble_s=step_s - computed_s - exposed_s - optimizer_s,
-        communication_s=_compute_mean_sent_seconds(timetable, send_s)
+        communication_s=exchanged_s
+        + _compute_mean_sent_seconds(timetable, send_s)
         + _compute_mean(total for _, total in sync_seconds)
         + tied_s
         + norm_s,
@@ -148,7 +169,8 @@ def _simulate_stage_pass(
             for chunk in segment.chunks:
                 simulated_rank.simulate_chunk(chunk, phase)
         simulated_rank.synchronize()
-        pass_cache[cache_key] = StagePassSeconds(simulated_rank.spent_seconds["compute"], simulated_rank.processor_time)
+        spent = simulated_rank.spent_seconds
+        pass_cache[cache_key] = StagePassSeconds(spent["compute"], spent["exposed"], simulated_rank.processor_time)
     return pass_cache[cache_key]
 
 
@@ -304,6 +326,17 @@ class StageSeconds:
 
     forward: float
     backward: float
+    weights: float = 0.0
+    """Of `backward`, gradients of weights: what comes later where a schedule splits backward."""
+
+    def find(self, kind: str) -> float:
+        """Seconds of an action of some kind."""
+        return {
+            FORWARD: self.forward,
+            BACKWARD: self.backward,
+            INPUT_BACKWARD: self.backward - self.weights,
+            WEIGHT_BACKWARD: self.weights,
+        }[kind]
 
 
 @dataclass(frozen=True)
@@ -340,7 +373,11 @@ def simulate_timetable(
     end_times: dict[PipelineAction, float] = {}
     last_stage = timetable.num_stages - 1
     waiting_ranks = set(range(timetable.ranks))
+    num_done = -1
     while waiting_ranks:
+        if num_done == len(end_times):
+            raise ValueError(f"ranks wait for each other in {timetable}")
+        num_done = len(end_times)
         for rank in sorted(waiting_ranks):
             actions, own_spans = rank_actions[rank], rank_spans[rank]
             while len(own_spans) < len(actions):
@@ -348,9 +385,8 @@ def simulate_timetable(
                 ready_time = _find_ready_time(action, end_times, send_s, last_stage)
                 if ready_time is None:
                     break
-                seconds = stage_seconds[action.stage]
                 start = max(ready_time, own_spans[-1][1] if own_spans else 0.0)
-                end = start + (seconds.forward if action.kind == FORWARD else seconds.backward)
+                end = start + stage_seconds[action.stage].find(action.kind)
                 own_spans.append((start, end))
                 end_times[action] = end
             else:
@@ -371,10 +407,15 @@ def _find_ready_time(
             return 0.0
         previous_end = end_times.get(PipelineAction(FORWARD, stage - 1, micro_batch))
         return None if previous_end is None else previous_end + send_s[stage - 1]
+    if kind == WEIGHT_BACKWARD:  # follows that of inputs on the same rank
+        return end_times.get(PipelineAction(INPUT_BACKWARD, stage, micro_batch))
     if stage == last_stage:
         return end_times.get(PipelineAction(FORWARD, stage, micro_batch))
-    next_end = end_times.get(PipelineAction(BACKWARD, stage + 1, micro_batch))
-    return None if next_end is None else next_end + send_s[stage]
+    for next_kind in (BACKWARD, INPUT_BACKWARD):
+        next_end = end_times.get(PipelineAction(next_kind, stage + 1, micro_batch))
+        if next_end is not None:
+            return next_end + send_s[stage]
+    return None
 
 
 def compute_idle_share(

@@ -24,7 +24,7 @@ LOOPED_BFS, ZERO_BUBBLE, ZERO_BUBBLE_V, DUAL_PIPE_V = (
     "dualpipev",
 )
 ALL_SCHEDULES = (*SCHEDULES, LOOPED_BFS, ZERO_BUBBLE, ZERO_BUBBLE_V, DUAL_PIPE_V)
-"""With those that can be run but are not predicted."""
+"""With those that only a mesh has."""
 
 SINGLE_STAGE_SCHEDULES = (GPIPE, ONE_F_ONE_B)
 """One stage per rank."""
@@ -36,13 +36,15 @@ SPLIT_BACKWARD_SCHEDULES = (ZERO_BUBBLE, ZERO_BUBBLE_V, DUAL_PIPE_V)
 """Backward is split: gradients of a stage's inputs first, of its weights later."""
 
 FORWARD, BACKWARD = "forward", "backward"
+INPUT_BACKWARD, WEIGHT_BACKWARD = "backward of inputs", "backward of weights"
+"""The two parts of a backward that is split."""
 
 
 class PipelineAction(NamedTuple):
     """What a rank computes next."""
 
     kind: str
-    """forward or backward."""
+    """forward, backward, or one of the two parts of a backward that is split."""
     stage: int
     micro_batch: int
 
@@ -89,6 +91,10 @@ class Timetable:
 
     def list_actions(self, rank: int) -> list[PipelineAction]:
         """Everything a rank computes in a step, in its order."""
+        if self.schedule not in SCHEDULES:
+            from bench.strategies.pipeline.torch_orders import list_torch_actions
+
+            return list(list_torch_actions(self, rank))
         forward, backward = self._iterate_forward_actions(rank), self._iterate_backward_actions(rank)
         total_count = self.virtual_stages * self.micro_batches
         warm_up_count = min(total_count, self.count_warm_up_forwards(rank))
