@@ -149,7 +149,7 @@ def _list_combinations(section_settings: RunSettings, knobs: Mapping[str, Sequen
             axes.setdefault("strategy.stages", stage_counts or [str(strategy_fields["stages"])])
         elif (
             can_shard(strategy_fields)
-            and "degree" not in strategy_fields
+            and not {"degree", "tensor"} & strategy_fields.keys()
             and strategy_fields["sharding_factor"] not in strategy_fields
         ):
             # neither the degree nor a knob that the file names in the factor's place decides it

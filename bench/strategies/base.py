@@ -214,6 +214,10 @@ class Strategy(ABC):
         """Over how many ranks every layer of the resolved strategy's model is split; None where layers are whole."""
         return None
 
+    def label_stage(self, stage: int) -> str:
+        """What a stage of the resolved strategy's pipeline is called where its memory is told."""
+        return f"stage {stage}"
+
     def list_group_dims(self, group_name: str, world_size: int) -> Sequence[GroupDim]:
         """Where the ranks of one of a plan's groups are, of the resolved strategy.
 

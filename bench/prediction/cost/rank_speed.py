@@ -16,13 +16,14 @@ from bench.hardware import Hardware
 from bench.hardware.speeds import ProcessorOptimizerSpeed
 from bench.optimizers import OptimizerConfig, UpdatedTensor
 from bench.optimizers.base import TENSORS_PER_UPDATE_KERNEL, MatrixProduct, UpdateCollective
-from bench.prediction.cost.collectives import CollectiveGroup, compute_collective_seconds
+from bench.prediction.cost.collectives import BROADCAST, CollectiveGroup, compute_collective_seconds
 from bench.prediction.cost.kernels import compute_kernel_seconds
 from bench.prediction.prediction import PredictedRange, TimePrediction
 from bench.prediction.simulation.device_memory import AllocatorRetries
 from bench.prediction.simulation.simulated_rank import RankSpeed, SimulatedRank
 from bench.prediction.simulation.step import OptimizerUpdate
 from bench.prediction.trace.kernels import MATMUL, OPERAND_FORMATS, FloatArray, KernelArrays, concatenate_kernels
+from bench.prediction.trace.op_recorder import SEND
 from bench.prediction.trace.trace import TO_DEVICE, TO_HOST
 from bench.strategies.step_plan import REPLICA_GROUP, SHARD_GROUP, TENSOR_GROUP, WORLD_GROUP, RankPlan, StepPlan
 
@@ -163,10 +164,15 @@ def build_layer_collective_timer(
     if speeds is None or not is_speed_known(hardware, precision):
         return lambda kind, size, group: 0.0
 
-    def compute_seconds(kind: str, size: float, group: str) -> float:
+    def compute_seconds(kind: str, size: float, group_name: str) -> float:
         if kind in (TO_HOST, TO_DEVICE):
             return size * transfer_s_per_byte
-        return compute_collective_seconds(kind, size, group_by_name[group], speeds.links)
+        group = group_by_name[group_name]
+        if kind == SEND:  # the slowest link of the ring decides
+            is_in_node = group.nodes == 1
+            neighbours = CollectiveGroup(2, 2) if is_in_node else CollectiveGroup(2, 1, group.concurrent_groups)
+            return compute_collective_seconds(BROADCAST, size, neighbours, speeds.links)
+        return compute_collective_seconds(kind, size, group, speeds.links)
 
     return compute_seconds
 

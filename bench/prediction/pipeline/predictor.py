@@ -78,6 +78,7 @@ def _simulate_rank(
     # On a CPU each share is a view of the whole batch.
     num_sequences = config.batch_size_per_gpu * config.gpus if on_cpu else config.sequences_per_rank
     simulated_rank.allocate("micro-batches", stages[0].sequence_bytes * num_sequences, ACTIVATION_MEMORY)
+    simulated_rank.allocate("selected tokens", _compute_selected_bytes(config, stages[0]), ACTIVATION_MEMORY)
     simulated_rank.allocate("model's buffers", count_buffer_bytes(config.model), PARAMETER_MEMORY)
     plan.allocate_persistent_state(simulated_rank)
     simulated_rank.note_initial_bytes()
@@ -88,7 +89,10 @@ def _simulate_rank(
     for action, num_before, is_last in _number_actions(timetable, rank):
         stage = stages[action.stage]
         is_forward = action.kind == FORWARD
-        simulated_rank.phase, simulated_rank.module = FORWARD if is_forward else BACKWARD, f"stage {action.stage}"
+        simulated_rank.phase, simulated_rank.module = (
+            FORWARD if is_forward else BACKWARD,
+            config.strategy.label_stage(action.stage),
+        )
         if is_forward:
             _simulate_forward(simulated_rank, plan, stage, num_before)
             simulated_rank.free("logits")
@@ -110,6 +114,14 @@ def _simulate_rank(
     simulated_rank.free("optimizer temporaries")
     plan.after_optimizer_step(simulated_rank)
     return simulated_rank
+
+
+def _compute_selected_bytes(config: RunConfig, first_stage: SimulatedPipelineStage) -> float:
+    """Of a rank's part of every sequence, with positions beside tokens and labels; nothing where it has whole ones."""
+    split = config.strategy.build_tensor_parallel_split()
+    if split is None or split.context_degree == 1:
+        return 0.0
+    return 3 / 2 * config.sequences_per_rank * first_stage.sequence_bytes / split.context_degree
 
 
 def _keep_sent_buffers(simulated_rank: SimulatedRank, timetable: Timetable, stage: SimulatedPipelineStage) -> None:

@@ -65,12 +65,17 @@ COLLECTIVE_BY_OPERATOR = {
 }
 """Functional collectives of torch (namespace ``_c10d_functional``), and what they are."""
 
+SEND = "send"
+"""What an all-to-all is in which each rank sends everything to one other rank."""
+
 FAKE_NAMESPACE = "bench"
 """Of the operators that stand for those of CUDA devices."""
 
 ATTENTION_NAME_PART = "attention"
 """What the names of fused attention operators have in common."""
 
+
+OnCollective = Callable[[str, int, str], Callable[[], None] | None]
 
 KernelRecord = tuple[str, int, int, tuple[int, ...], int, int]
 """Operator name, kind, format, dimensions, FLOPs and bytes moved."""
@@ -87,6 +92,7 @@ class OpRecorder(TorchDispatchMode):
         Takes a `KernelRecord`.
     on_collective: callable
         Takes the kind of a collective among ranks that share a layer, the bytes of the whole, and which group it is.
+        Returns what is called when it is waited for, or None.
     on_cpu: bool
         Count the working memory of CPU kernels too.
     """
@@ -95,7 +101,7 @@ class OpRecorder(TorchDispatchMode):
         self,
         on_memory_change: Callable[[int, int], None],
         on_kernel: Callable[[KernelRecord], None],
-        on_collective: Callable[[str, int, str], None] = lambda kind, size, group: None,
+        on_collective: OnCollective = lambda kind, size, group: None,
         *,
         on_cpu: bool,
     ) -> None:
@@ -107,6 +113,7 @@ class OpRecorder(TorchDispatchMode):
         self._sum_detector = InPlaceSumDetector()
         self._live_storages: dict[int, tuple[int, int]] = {}
         self._last_number = 0
+        self._unwaited: dict[int, Callable[[], None]] = {}
         self.group_kinds: Mapping[str, str] = {}
         """Which group of a plan each process group is, by its name; those that share layers where it is not there."""
 
@@ -135,9 +142,17 @@ class OpRecorder(TorchDispatchMode):
             self._on_memory_change(working_bytes, self._last_number)
             self._on_memory_change(-working_bytes, self._last_number)
         if func.namespace == "_c10d_functional" and (kind := COLLECTIVE_BY_OPERATOR.get(func._opname)):
+            if kind == "all-to-all" and sum(map(bool, args[2])) == 1:
+                kind = SEND
             size = max(map(_count_distinct_bytes, (*_iterate_tensors(args), *_iterate_tensors(out))))
             group_name = getattr(args[-1], "group_name", args[-1])
-            self._on_collective(kind, size, self.group_kinds.get(group_name, TENSOR_GROUP))
+            note_wait = self._on_collective(kind, size, self.group_kinds.get(group_name, TENSOR_GROUP))
+            if note_wait is not None:
+                self._unwaited[out.untyped_storage()._cdata] = note_wait
+        elif name == "wait_tensor":
+            note_wait = self._unwaited.pop(args[0].untyped_storage()._cdata, None)
+            if note_wait is not None:
+                note_wait()
         elif is_kernel(func):
             self._on_kernel(describe_kernel(func, args, kwargs, out))
         return out

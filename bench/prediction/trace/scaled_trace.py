@@ -69,6 +69,8 @@ class ScaledCollective:
     base_bytes: float
     slope_bytes: float
     group: str
+    waited_kernels: int
+    """Kernels of the segment started when it is waited for."""
 
     def compute_bytes(self, batch_weight: float) -> float:
         """Bytes of the whole at a batch size (see `ScaledTrace.compute_batch_weight`)."""
@@ -273,6 +275,7 @@ def _pair_segments(first: Trace, second: Trace) -> Iterator[tuple[TraceSegment, 
             and a.events == b.events
             and [(event.kernel, event.kind) for event in a.collectives]
             == [(event.kernel, event.kind) for event in b.collectives]
+            and [event.waited_kernel for event in a.collectives] == [event.waited_kernel for event in b.collectives]
         )
         if not is_alike:
             raise ValueError(f"the model runs differently at different batch sizes, in {a.phase} of {a.place}")
@@ -304,6 +307,7 @@ def _scale_segment(
                 first_event.size,
                 second_event.size - first_event.size,
                 first_event.group,
+                first_event.kernel if first_event.waited_kernel is None else first_event.waited_kernel,
             )
             for first_event, second_event in zip(a.collectives, b.collectives, strict=True)
         ),
@@ -423,6 +427,7 @@ def build_chunks(
             repetitions[index] = max(1, block_positions[list_index].count_alike(position))
     changes = np.rint(segment.changes[0] + batch_weight * segment.changes[1]) * repetitions
     lasting_changes = np.rint(segment.lasting_changes[0] + batch_weight * segment.lasting_changes[1]) * repetitions
+    exposed_seconds = _list_exposed_seconds(segment, batch_weight, kernel_seconds, time_collective)
     chunks = []
     start = kernel_start = 0
     for chunk_index, (end, kernel_end) in enumerate(zip(segment.chunk_ends, segment.kernel_ends, strict=True)):
@@ -431,13 +436,9 @@ def build_chunks(
         peak_index = int(np.argmax(levels)) if end > start else 0
         is_last = chunk_index == len(segment.chunk_ends) - 1
         collective_seconds = [
-            (
-                collective.kind,
-                time_collective(collective.kind, collective.compute_bytes(batch_weight), collective.group),
-            )
-            for collective in segment.collectives
-            if kernel_start <= collective.kernels_before < kernel_end
-            or (is_last and collective.kernels_before == kernel_end)
+            (kind, seconds)
+            for kind, kernels_before, seconds in exposed_seconds
+            if kernel_start <= kernels_before < kernel_end or (is_last and kernels_before == kernel_end)
         ]
         chunks.append(
             Chunk(
@@ -456,6 +457,30 @@ def build_chunks(
         )
         start, kernel_start = end, kernel_end
     return tuple(chunks)
+
+
+def _list_exposed_seconds(
+    segment: ScaledSegment,
+    batch_weight: float,
+    kernel_seconds: FloatArray | None,
+    time_collective: Callable[[str, float, str], float],
+) -> list[tuple[str, int, float]]:
+    """Of each collective: its kind, the kernels before it is waited for, and the seconds for which it is.
+
+    Those that go on beside kernels follow each other.
+    """
+    ends = np.zeros(1) if kernel_seconds is None else np.concatenate([np.zeros(1), np.cumsum(kernel_seconds)])
+    exposed_seconds = []
+    waited_s = busy_until = 0.0
+    for collective in segment.collectives:
+        seconds = time_collective(collective.kind, collective.compute_bytes(batch_weight), collective.group)
+        before, waited = collective.kernels_before, collective.waited_kernels
+        if before < waited and kernel_seconds is not None:
+            busy_until = max(busy_until, float(ends[before]) + waited_s) + seconds
+            seconds = max(0.0, busy_until - float(ends[waited]) - waited_s)
+            waited_s += seconds
+        exposed_seconds.append((collective.kind, waited, seconds))
+    return exposed_seconds
 
 
 def merge_chunks(chunks: Sequence[Chunk], gradient_sizes: Sequence[float]) -> Chunk:

@@ -78,11 +78,13 @@ class CollectiveEvent:
     kernel: int
     """Kernels of the segment started by then."""
     kind: str
-    """all-reduce, all-gather, reduce-scatter or all-to-all; or `TO_HOST`, `TO_DEVICE`."""
+    """all-reduce, all-gather, reduce-scatter, all-to-all or `SEND`; or `TO_HOST`, `TO_DEVICE`."""
     size: int
     """Bytes of the whole; of an all-to-all, what a rank has for all ranks."""
     group: str = TENSOR_GROUP
     """Which ranks: one of a plan's groups."""
+    waited_kernel: int | None = None
+    """Kernels of the segment started when it is waited for, as far as it goes on beside them; None: at once."""
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ from bench.prediction.trace.trace import (
 )
 from bench.rank.engine import Engine, disable_autocast
 from bench.strategies import Stepper
-from bench.strategies.step_plan import TENSOR_GROUP
+from bench.strategies.step_plan import CONTEXT_GROUP, TENSOR_GROUP
 from bench.strategies.tensor_parallel.split import find_local_shape, wrap_like_dtensor
 
 TRACED_BLOCKS = 4
@@ -315,10 +315,19 @@ class TraceRecorder:
         if self.segments and not self._counting_inputs:
             self.segments[-1].kernels.append(kernel)
 
-    def note_collective(self, kind: str, size: int, group: str = TENSOR_GROUP) -> None:
-        if self.segments and not self._counting_inputs:
-            segment = self.segments[-1]
-            segment.collectives.append(CollectiveEvent(len(segment.kernels), kind, size, group))
+    def note_collective(self, kind: str, size: int, group: str = TENSOR_GROUP) -> Callable[[], None] | None:
+        """Where ranks share sequences, torch computes on while keys and values are on their way."""
+        if not self.segments or self._counting_inputs:
+            return None
+        segment = self.segments[-1]
+        index = len(segment.collectives)
+        segment.collectives.append(CollectiveEvent(len(segment.kernels), kind, size, group))
+
+        def note_wait() -> None:
+            waited_kernel = len(segment.kernels) if segment is self.segments[-1] else None
+            segment.collectives[index] = dataclasses.replace(segment.collectives[index], waited_kernel=waited_kernel)
+
+        return note_wait if group == CONTEXT_GROUP else None
 
     def free_gradients_at_events(self) -> None:
         """Let every gradient leave the trace right behind the event that completes it.

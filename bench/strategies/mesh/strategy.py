@@ -63,7 +63,7 @@ from bench.strategies.pipeline.model import PipelinedModel
 from bench.strategies.pipeline.schedule import ALL_SCHEDULES, DUAL_PIPE_V, Timetable
 from bench.strategies.pipeline.schedule_checks import choose_virtual_stages
 from bench.strategies.pipeline.step_plans import StagePlan, StageUnits
-from bench.strategies.step_plan import GroupDim, PlanInputs, StepPlan
+from bench.strategies.step_plan import PIPELINE_GROUP, GroupDim, PlanInputs, StepPlan
 from bench.strategies.stepper import Stepper
 from bench.strategies.tensor_parallel.split import TensorParallelSplit, list_local_parameters
 
@@ -236,6 +236,12 @@ class MeshStrategy(Strategy):
     @property
     def shards_experts_separately(self) -> bool:
         return self.data == FSDP_KIND and self.layout.get_degree(EXPERT) > 1
+
+    def label_stage(self, stage: int) -> str:
+        """With the first rank that has it."""
+        assert self.timetable is not None
+        (dim,) = list_mesh_group_dims(self.layout, PIPELINE_GROUP)
+        return f"stage {stage} on rank {self.timetable.find_rank_of_stage(stage) * dim.stride}"
 
     def list_group_dims(self, group_name: str, world_size: int) -> Sequence[GroupDim]:
         return list_mesh_group_dims(self.layout, group_name)
