@@ -149,10 +149,6 @@ class OpRecorder(TorchDispatchMode):
             note_wait = self._on_collective(kind, size, self.group_kinds.get(group_name, TENSOR_GROUP))
             if note_wait is not None:
                 self._unwaited[out.untyped_storage()._cdata] = note_wait
-        elif name == "wait_tensor":
-            note_wait = self._unwaited.pop(args[0].untyped_storage()._cdata, None)
-            if note_wait is not None:
-                note_wait()
         elif is_kernel(func):
             self._on_kernel(describe_kernel(func, args, kwargs, out))
         return out
@@ -167,6 +163,12 @@ class OpRecorder(TorchDispatchMode):
             self._live_storages[key] = size, self._last_number
             weakref.finalize(storage, self._note_free, key)
             self._on_memory_change(size, self._last_number)
+
+    def note_wait(self, tensor: torch.Tensor) -> None:
+        """The device computes nothing further until a collective's result is there."""
+        note_wait = self._unwaited.pop(tensor.untyped_storage()._cdata, None)
+        if note_wait is not None:
+            note_wait()
 
     def find_storage_number(self, tensor: torch.Tensor) -> int:
         """What names the tensor's storage (of a tensor of several ranks, its part here), if it was tracked and has

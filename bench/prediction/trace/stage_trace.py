@@ -23,6 +23,7 @@ from bench.models.division import PipelineStageModule
 from bench.prediction.trace.compiled_blocks import compile_blocks
 from bench.prediction.trace.fake_process_group import split_model
 from bench.prediction.trace.op_recorder import use_device_operators
+from bench.prediction.trace.ring_attention import trace_ring_attention
 from bench.prediction.trace.trace import (
     LOSS_PLACE,
     BlockPlace,
@@ -215,6 +216,7 @@ def _trace_stage(key: StageTraceKey, short_stage: ShortStage, batch_size: int) -
         processes.pause_garbage_collection(),
         FakeTensorMode(),
         use_device_operators(trace_key.device),
+        trace_ring_attention(trace_key, trace_recorder.op_recorder),
         trace_recorder.op_recorder,
         trace_recorder.track_rng_states(),
     ):

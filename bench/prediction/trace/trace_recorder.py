@@ -31,6 +31,7 @@ from bench.prediction.trace.compiled_blocks import compile_blocks
 from bench.prediction.trace.cpu_memory import track_rng_states
 from bench.prediction.trace.fake_process_group import join_fake_process_group, split_model
 from bench.prediction.trace.op_recorder import KernelRecord, OpRecorder, use_device_operators
+from bench.prediction.trace.ring_attention import trace_ring_attention
 from bench.prediction.trace.trace import (
     END_PHASE,
     LOSS_PLACE,
@@ -95,6 +96,7 @@ def trace_step(key: TraceKey, batch_size: int, *, whole_model: bool = False) -> 
         processes.pause_garbage_collection(),
         FakeTensorMode(),
         use_device_operators(key.device),
+        trace_ring_attention(key, trace_recorder.op_recorder),
         trace_recorder.op_recorder,
         trace_recorder.track_rng_states(),
     ):

@@ -131,7 +131,7 @@ class _RingAttention(torch.autograd.Function):
     def forward(
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mesh: DeviceMesh, scale: float | None
     ) -> torch.Tensor:
-        forward, ctx.backward = _choose_operators(query)
+        forward, ctx.backward = choose_operators(query)
         ctx.mesh, ctx.scale = mesh, scale
         out, logsumexp, *rest = forward(mesh, query, key, value, scale)
         ctx.rest = rest
@@ -145,7 +145,8 @@ class _RingAttention(torch.autograd.Function):
         return (*gradients[:3], None, None)
 
 
-def _choose_operators(query: torch.Tensor) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def choose_operators(query: torch.Tensor) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Attention forward and backward on the device and in the format of queries."""
     if query.device.type == "cpu":
         return _attend_on_cpu, _attend_backward_on_cpu
     if query.dtype == torch.float32:
