@@ -149,6 +149,10 @@ class OpRecorder(TorchDispatchMode):
             note_wait = self._on_collective(kind, size, self.group_kinds.get(group_name, TENSOR_GROUP))
             if note_wait is not None:
                 self._unwaited[out.untyped_storage()._cdata] = note_wait
+        elif name == "wait_tensor":  # its result may be another tensor where tensors are fake
+            note_wait = self._unwaited.pop(args[0].untyped_storage()._cdata, None)
+            if note_wait is not None:
+                self._unwaited[out.untyped_storage()._cdata] = note_wait
         elif is_kernel(func):
             self._on_kernel(describe_kernel(func, args, kwargs, out))
         return out
@@ -193,6 +197,7 @@ class OpRecorder(TorchDispatchMode):
 
     def _note_free(self, key: int) -> None:
         size, number = self._live_storages.pop(key)
+        self._unwaited.pop(key, None)
         if size:
             self._on_memory_change(-size, number)
 
