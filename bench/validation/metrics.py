@@ -16,7 +16,7 @@ from bench.validation.printed_numbers import (
     parse_rate,
     parse_seconds,
 )
-from bench.validation.training_words import NotExpressibleError
+from bench.validation.overrides import NotExpressibleError
 
 SPEED, FIT = "speed", "fit"
 ALLOCATED, ACTIVE, RESERVED, DEVICE_USED, BETWEEN_STEPS = (

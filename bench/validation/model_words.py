@@ -13,7 +13,7 @@ import yaml
 from bench.config.compose import list_config_groups
 from bench.records.published import PUBLISHED_CSV
 from bench.validation.printed_numbers import is_blank
-from bench.validation.training_words import NotExpressibleError, Overrides
+from bench.validation.overrides import NotExpressibleError, Overrides
 
 MODELS_FILE = PUBLISHED_CSV.with_name("models.yaml")
 

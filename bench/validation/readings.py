@@ -15,7 +15,9 @@ from bench.config.run_config import RunConfig, build_run_config
 from bench.core.errors import UsageError
 from bench.records.published import PublishedLine
 from bench.validation.metrics import METRICS, OOM_PATTERN, Quantity, read_quantity
+from bench.validation.mesh_words import MicroBatches, count_ranks_per_copy, plan_micro_batches
 from bench.validation.model_words import read_model
+from bench.validation.overrides import NotExpressibleError, Overrides
 from bench.validation.printed_numbers import is_blank, parse_count, parse_parameters
 from bench.validation.sources import (
     SourceKnowledge,
@@ -24,8 +26,6 @@ from bench.validation.sources import (
     recomputes_whole_blocks,
 )
 from bench.validation.training_words import (
-    NotExpressibleError,
-    Overrides,
     read_checkpointing,
     read_gpu,
     read_precision,
@@ -37,7 +37,7 @@ COMPLETE, ROUGH = "complete", "rough"
 
 ACCUMULATION_PATTERNS = (
     r"(?:grad(?:ient)?[ _-]?acc?um(?:ulation)?(?:[ _]steps)?|gas|micro_num|accumulation(?: steps)?|\bga)[ =:]*(\d+)",
-    r"(\d+)[ -]micro-?batches",
+    r"(\d+)[ -]micro-?batches(?: per step)?",
     r"(no) accumulation",
 )
 GLOBAL_BATCH_PATTERN = r"global[ -]?batch(?:[ -]?size)?[ =:]*(\d[\d,]*)(?![\d.,]*[mk] ?tok|\.\d)"
@@ -72,10 +72,33 @@ class Reading:
     measures: str = "step"
     recomputes_whole: bool = False
     extra_memory: str | None = None
+    micro_batches: MicroBatches | None = None
+    """Of a mesh: how many there are, and in which runs."""
+    further_settings: tuple[tuple[tuple[str, str], ...], ...] = ()
+    """Of the runs beside the first that `micro_batches` asks for."""
+    state_bytes: tuple[float, float] | None = None
+
+    @property
+    def runs(self) -> tuple[tuple[tuple[str, str], ...], ...]:
+        """All runs that are predicted for it."""
+        return (self.settings, *self.further_settings)
+
+    @property
+    def identity(self) -> tuple[object, ...]:
+        """What tells one configuration from another."""
+        return (*self.runs, self.micro_batches)
 
     @property
     def config(self) -> RunConfig:
         return build_published_config(self.settings)
+
+    @property
+    def sequences_per_gpu(self) -> float:
+        """Of a step."""
+        if self.micro_batches is not None:
+            return self.micro_batches.sequences_per_gpu
+        config = self.config
+        return float(config.batch_size_per_gpu * config.gradient_accumulation)
 
     @property
     def source(self) -> str:
@@ -147,9 +170,11 @@ def read_line(row: int, line: PublishedLine) -> Reading:
         if knowledge.refuse:
             raise NotExpressibleError(knowledge.refuse)
         quantity = read_quantity(row, line, knowledge.metrics)
-        overrides = _read_words(line, knowledge)
-        settings = _order_settings(overrides.settings)
-        config = _build_config(settings)
+        overrides, micro_batches = _read_words(line, knowledge)
+        batches = [{}] if micro_batches is None else micro_batches.list_settings(count_ranks_per_copy(overrides.settings))
+        runs = [_order_settings(overrides.settings | batch) for batch in batches]
+        settings, *further_settings = runs
+        (config, *_) = [_build_config(run) for run in runs]
         _check_parameters(line, config)
     except NotExpressibleError as error:
         return Reading(row, line, reason=str(error))
@@ -167,13 +192,14 @@ def read_line(row: int, line: PublishedLine) -> Reading:
         measures=knowledge.measures,
         recomputes_whole=whole and config.activation_checkpointing == "full",
         extra_memory=knowledge.extra_memory,
+        micro_batches=micro_batches,
+        further_settings=tuple(further_settings),
+        state_bytes=knowledge.state_bytes if micro_batches is not None else None,
     )
 
 
-def _read_words(line: PublishedLine, knowledge: SourceKnowledge) -> Overrides:
-    known = {
-        key: str(value).lower() if isinstance(value, bool) else str(value) for key, value in knowledge.settings.items()
-    }
+def _read_words(line: PublishedLine, knowledge: SourceKnowledge) -> tuple[Overrides, MicroBatches | None]:
+    known = _format_settings(knowledge.settings)
     taken_back = {key for key, value in known.items() if value == ""}
     known = {key: value for key, value in known.items() if value != ""}
     note, words = line.get("note") or "", Overrides()
@@ -185,7 +211,7 @@ def _read_words(line: PublishedLine, knowledge: SourceKnowledge) -> Overrides:
     if "precision" not in known:
         words.add(read_precision(line["precision"]))
     if "strategy" not in known or "lora" in (line["strategy"] + line["sharding"]).lower():
-        words.add(read_strategy(line["strategy"], line["sharding"], gpus))
+        words.add(read_strategy(line["strategy"], f"{line['sharding']} {knowledge.layout}".strip(), gpus))
     else:
         words.add(_read_knobs(line, gpus, known["strategy"]))
     if "activation_checkpointing" not in known:
@@ -201,10 +227,20 @@ def _read_words(line: PublishedLine, knowledge: SourceKnowledge) -> Overrides:
     ):
         settings["compile"] = "true"
     assumptions = [*words.assumptions, *knowledge.assumed]
-    settings |= _read_batch(line, settings, assumptions)
+    micro_batches = None
+    if settings["strategy"] == "mesh":
+        settings |= _format_settings(knowledge.mesh)
+        micro_batches = _read_micro_batches(line, settings, knowledge)
+    else:
+        settings |= _read_batch(line, settings, knowledge, assumptions)
     if settings["strategy"] == "deepspeed" and settings.get("strategy.stage", "2") in ("2", "3"):
         settings.setdefault("gradient_accumulation_sync", "true")  # gradients that are divided cannot be accumulated
-    return Overrides({key: value for key, value in settings.items() if key not in taken_back}, assumptions)
+    kept = {key: value for key, value in settings.items() if key not in taken_back}
+    return Overrides(kept, assumptions), micro_batches
+
+
+def _format_settings(settings: Mapping[str, Any]) -> dict[str, str]:
+    return {key: str(value).lower() if isinstance(value, bool) else str(value) for key, value in settings.items()}
 
 
 def _extend_positions(settings: dict[str, str], is_exact: bool) -> None:
@@ -243,15 +279,42 @@ def _find_gpus_per_node(line: PublishedLine, gpus: int) -> str:
     return str(stated)
 
 
-def _read_batch(line: PublishedLine, settings: Mapping[str, str], assumptions: list[str]) -> dict[str, str]:
+def _read_micro_batches(line: PublishedLine, settings: Mapping[str, str], knowledge: SourceKnowledge) -> MicroBatches:
+    """Of a mesh: a row's batch is that of one copy of the model at a time."""
+    note = f"{line.get('note') or ''}; {line['sharding']}".lower()
+    if knowledge.micro_batch is not None:
+        size = knowledge.micro_batch
+    else:
+        size = _read_count(line, "batch_size_per_gpu", "micro-batch")
+    copies = int(settings["gpus"]) // count_ranks_per_copy(settings)
+    global_batch = _read_global_batch(note, knowledge)
+    count = _read_accumulation(note)
+    if global_batch is not None:
+        count = max(1, round(global_batch / (copies * size)))
+    elif count is None:
+        raise NotExpressibleError("the number of micro-batches is not stated")
+    return plan_micro_batches(settings, size, count)
+
+
+def _read_global_batch(note: str, knowledge: SourceKnowledge) -> int | None:
+    if knowledge.global_batch is not None:
+        return knowledge.global_batch
+    match = re.search(GLOBAL_BATCH_PATTERN, note)
+    return int(match[1].replace(",", "")) if match else None
+
+
+def _read_batch(
+    line: PublishedLine, settings: Mapping[str, str], knowledge: SourceKnowledge, assumptions: list[str]
+) -> dict[str, str]:
     """Sequences per GPU and micro-batch, and how many micro-batches; of ranks that share layers each has its part."""
     note = f"{line.get('note') or ''}; {line['sharding']}".lower()
     degree = int(settings["strategy.degree"]) if settings.get("strategy.degree", "").isdecimal() else 1
     replicas = int(settings["gpus"]) // degree
     accumulation = _read_accumulation(note)
-    match = re.search(GLOBAL_BATCH_PATTERN, note)
-    global_batch = int(match[1].replace(",", "")) if match else None
-    if "batch_size_per_gpu" in settings:
+    global_batch = _read_global_batch(note, knowledge)
+    if knowledge.micro_batch is not None:
+        batch = knowledge.micro_batch
+    elif "batch_size_per_gpu" in settings:
         batch = int(settings["batch_size_per_gpu"])
     elif not is_blank(line["batch_size_per_gpu"]):
         batch = _read_count(line, "batch_size_per_gpu", "batch per GPU")

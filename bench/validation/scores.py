@@ -27,7 +27,8 @@ from bench.validation.metrics import (
     SPEED,
     Quantity,
 )
-from bench.validation.readings import Reading
+from bench.validation.megatron_memory import read_as_published
+from bench.validation.readings import Reading, build_published_config
 
 Item = TypeVar("Item")
 
@@ -120,9 +121,9 @@ def score_readings(readings: Sequence[Reading]) -> tuple[list[Score], dict[int, 
     predictions = _predict(runnable, reasons)
     scores = []
     for reading in runnable:
-        if reading.settings in predictions:
+        if all(run in predictions for run in reading.runs):
             try:
-                scores.append(build_score(reading, predictions[reading.settings]))
+                scores.append(build_score(reading, *(predictions[run] for run in reading.runs)))
             except UsageError as error:
                 reasons[reading.row] = str(error)
     return scores, reasons
@@ -130,8 +131,8 @@ def score_readings(readings: Sequence[Reading]) -> tuple[list[Score], dict[int, 
 
 def _predict(readings: Sequence[Reading], reasons: dict[int, str]) -> Mapping[tuple[tuple[str, str], ...], Prediction]:
     """All at once; one by one where something is refused only then."""
-    settings = list(dict.fromkeys(reading.settings for reading in readings))
-    configs = {reading.settings: reading.config for reading in readings}
+    settings = list(dict.fromkeys(run for reading in readings for run in reading.runs))
+    configs = {run: build_published_config(run) for run in settings}
     try:
         return dict(zip(settings, predict_runs([configs[key] for key in settings]), strict=True))
     except Exception:  # one row that cannot be predicted costs the others nothing
@@ -140,21 +141,22 @@ def _predict(readings: Sequence[Reading], reasons: dict[int, str]) -> Mapping[tu
             try:
                 (predictions[key],) = predict_runs([configs[key]])
             except UsageError as error:
-                reasons |= {reading.row: str(error) for reading in readings if reading.settings == key}
+                reasons |= {reading.row: str(error) for reading in readings if key in reading.runs}
             except Exception as error:
                 reason = f"the predictor failed: {error}"
-                reasons |= {reading.row: reason for reading in readings if reading.settings == key}
+                reasons |= {reading.row: reason for reading in readings if key in reading.runs}
         return predictions
 
 
-def build_score(reading: Reading, prediction: Prediction) -> Score:
-    """Compare one prediction with the published number.
+def build_score(reading: Reading, first_prediction: Prediction, *further_predictions: Prediction) -> Score:
+    """Compare one prediction, or what follows from those of several runs, with the published number.
 
     Raises
     ------
     UsageError
         If nothing is predicted of what the row measured.
     """
+    prediction = read_as_published(reading, (first_prediction, *further_predictions))
     config, quantity, memory = reading.config, reading.quantity, prediction.memory
     assert quantity is not None
     value, low, high = _compute_range(reading, config, prediction, quantity)
@@ -244,7 +246,7 @@ def _compute_whole_recomputation_share(config: RunConfig) -> float:
 
 
 def _compute_speed(reading: Reading, config: RunConfig, quantity: Quantity, step_s: float) -> float:
-    sequences = config.batch_size_per_gpu * config.gradient_accumulation
+    sequences = reading.sequences_per_gpu
     tokens_per_s = sequences * config.model.count_tokens_per_sequence(config.sequence_length) / step_s
     rates: dict[str, Callable[[], float]] = {
         "tokens_per_second_per_gpu": lambda: tokens_per_s,
@@ -317,7 +319,7 @@ def pick_configurations(scores: Iterable[Score]) -> list[Score]:
     for score in scores:
         key = (
             score.reading.source,
-            score.reading.settings,
+            score.reading.identity,
             score.kind,
             round(score.log_ratio, 2) if score.is_counted else 0,
         )

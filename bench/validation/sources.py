@@ -3,6 +3,10 @@
 An entry, and each of its rules, may have these keys:
 
 * ``settings``: overrides of every run, with ``settings_source``; an empty value takes an override back.
+* ``layout``: what is to be read as if it stood beside the strategy. ``mesh``: overrides of rows that are a mesh.
+* ``micro_batch``, ``global_batch``: sequences of a step, and of a copy of the model at a time, where rows do not say so.
+* ``state_bytes``: of rows that are a mesh, bytes of parameters, gradients and what of the optimizer is not divided, and
+  bytes of what is, each per parameter: see `bench.validation.megatron_memory`.
 * ``torch_version`` (with ``torch_source``): of rows whose own column does not say.
 * ``assumed``: what had to be assumed beyond the words of a row; a row with assumptions is rough.
 * ``complete: false``: all rows are rough. ``refuse``: rows are no runs of this suite, and why.
@@ -51,6 +55,11 @@ class SourceKnowledge:
     recomputes_whole: bool = False
     uncompiled: bool = False
     block_size: str | None = None
+    layout: str = ""
+    mesh: dict[str, Any] = field(default_factory=dict)
+    micro_batch: int | None = None
+    global_batch: int | None = None
+    state_bytes: tuple[float, float] | None = None
     extra_memory: str | None = None
     miss_cause: str | None = None
     licence: str | None = None
@@ -69,10 +78,10 @@ def find_source_knowledge(line: PublishedLine) -> SourceKnowledge:
     """What the file says of a row; nothing for sources that it does not have."""
     entry = dict(load_sources().get(line.get("source_key", ""), {}))
     parts = [entry, *(rule for rule in entry.pop("rules", ()) if _matches(rule["where"], line))]
-    merged: dict[str, Any] = {"settings": {}, "assumed": (), "metrics": {}}
+    merged: dict[str, Any] = {"settings": {}, "mesh": {}, "assumed": (), "metrics": {}}
     for part in parts:
         for key, value in part.items():
-            if key in ("settings", "metrics"):
+            if key in ("settings", "mesh", "metrics"):
                 merged[key] |= value
             elif key == "assumed":
                 merged[key] = (*merged[key], value)

@@ -8,34 +8,17 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import yaml
 
 from bench.config.compose import find_option_file, list_config_groups
-from bench.core.errors import UsageError
+from bench.validation.mesh_words import build_mesh_overrides, read_degrees
+from bench.validation.overrides import NotExpressibleError, Overrides
 from bench.validation.printed_numbers import is_blank
 
 OPTIONS_WITHOUT_GPU = ("auto", "cpu", "gpu")
 """Of conf/hardware."""
-
-
-class NotExpressibleError(UsageError):
-    """A row that is no run of this suite, and why."""
-
-
-@dataclass
-class Overrides:
-    """What words come to: overrides of a run, and what had to be assumed for them."""
-
-    settings: dict[str, str] = field(default_factory=dict)
-    assumptions: list[str] = field(default_factory=list)
-
-    def add(self, other: Overrides) -> None:
-        """Take over another's, which win."""
-        self.settings |= other.settings
-        self.assumptions += other.assumptions
 
 
 # --- GPUs, by whatever conf/hardware holds.
@@ -198,63 +181,20 @@ def read_checkpointing(text: str) -> Overrides:
     raise NotExpressibleError(f"activation checkpointing {text} is none of the suite's")
 
 
-# --- Strategies and layouts.
-
-DEGREE_PATTERNS = {
-    "tensor": r"\b(?:tp|tensor(?:[ -]parallel(?:ism)?)?|mp|model[ -]parallel(?:ism)?)[ =:_-]{0,2}(\d+)",
-    "pipeline": r"(?:\b|(?<=\d))(?:pp|pipeline(?:[ -]parallel(?:ism)?)?)[ =:_-]{0,2}(\d+)",
-    "context": r"(?:\b|(?<=\d))(?:cp|context(?:[ -]parallel(?:ism)?)?|ulysses|ring)[ =:_-]{0,2}(\d+)",
-    "expert": r"(?:\b|(?<=\d))(?:ep|expert(?:[ -]parallel(?:ism)?)?)[ =:_-]{0,2}(\d+)",
-}
-"""Degrees of parallelism within a copy of the model, as they are printed: TP8 PP6, ``tp 2, pp 4``, tp1pp2."""
+# --- Strategies.
 
 STAGE_PATTERN = r"zero[ -]?(?:stage)?[ -]?([0-3])(?:/([0-3]))?|stage[ -]?([0-3])|\bz([0-3])\b"
 """Stages of ZeRO."""
 
-UNKNOWN_DEGREE_PATTERN = r"\+ ?(tp|pp|ep|cp|mp)\b(?! ?\d)"
-"""Named without a degree."""
-
 FOREIGN_PATTERNS = {
     r"async[ -]?tp": "tensor parallelism that overlaps with its own communication (async TP) is not in the suite",
     r"fairscale|sharded ?ddp": "fairscale is another implementation",
-    r"megatron[ -]fsdp": "Megatron-FSDP is another implementation",
+    r"megatron[ -]fsdp|\bfsdp 1\b": "Megatron-FSDP is another implementation",
     r"llmq": "llmq is CUDA written by hand, not PyTorch",
     r"colossal|gemini|alpa|mesh[ -]tensorflow|paddle|jax|xla|tpu": "another framework than PyTorch",
     r"q-?galore|galore|lomo\b|badam": "an optimizer or adapter that the suite does not have",
     r"\bdora\b|adalora|longlora|ia3|prefix|vera\b|lora \(emb\)|lora \(.*embed": "adapters that the suite does not have",
 }
-
-
-def read_degrees(text: str) -> dict[str, int]:
-    """Degrees of parallelism within a copy of the model: tensor, pipeline, context, expert; 1 where none is printed."""
-    words = text.lower()
-    return {
-        name: max([int(number) for number in re.findall(pattern, words)], default=1)
-        for name, pattern in DEGREE_PATTERNS.items()
-    }
-
-
-def build_mesh_overrides(degrees: Mapping[str, int], text: str) -> Overrides | None:
-    """The strategy that divides a copy of the model so, None where nothing does. All layouts of a mesh go through here.
-
-    Raises
-    ------
-    NotExpressibleError
-        If no strategy does.
-    """
-    divided = {name: degree for name, degree in degrees.items() if degree > 1}
-    if not divided:
-        if match := re.search(UNKNOWN_DEGREE_PATTERN, text.lower()):
-            raise NotExpressibleError(f"the degree of {match[1].upper()} is not stated")
-        return None
-    words = text.lower().replace("fsdp false", "")
-    if set(divided) == {"tensor"} and "fsdp" in words:
-        return Overrides({"strategy": "tensor_parallel", "strategy.degree": str(divided["tensor"])})
-    if set(divided) == {"tensor"} and not re.search(r"zero|distributed optim|megatron", words):
-        settings = {"strategy": "tensor_parallel", "strategy.degree": str(divided["tensor"])}
-        return Overrides({**settings, "strategy.data_parallel": "ddp"})
-    names = " and ".join(f"{name} parallelism of {degree}" for name, degree in divided.items())
-    raise NotExpressibleError(f"{names} with what else is divided is no layout of this version")
 
 
 def read_strategy(strategy: str, sharding: str, gpus: int) -> Overrides:
@@ -269,7 +209,7 @@ def read_strategy(strategy: str, sharding: str, gpus: int) -> Overrides:
     for pattern, reason in FOREIGN_PATTERNS.items():
         if re.search(pattern, words):
             raise NotExpressibleError(f"{strategy}: {reason}")
-    overrides = build_mesh_overrides(read_degrees(words), words) or _read_data_parallelism(strategy, words, gpus)
+    overrides = build_mesh_overrides(read_degrees(words), words, gpus) or _read_data_parallelism(strategy, words, gpus)
     overrides.add(_read_adapters(words))
     return overrides
 

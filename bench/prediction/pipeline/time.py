@@ -93,12 +93,18 @@ def predict_pipeline_time(
         sum(all_reduce.seconds for all_reduce in tied_all_reduces if rank in all_reduce.ranks)
         for rank in range(timetable.ranks)
     )
+    broadcast_seconds = [
+        _sum_seconds(_list_collective_seconds(config, plan.list_update_broadcasts())) for plan in plans
+    ]
     rank_ends = add_tied_all_reduces(
         [timeline.end_s + exposed for timeline, (exposed, _) in zip(timelines, sync_seconds, strict=True)],
         tied_all_reduces,
     )
     step_s = (
-        max(end + _compute_update_seconds(update, speed) for end, update in zip(rank_ends, updates, strict=True))
+        max(
+            end + _compute_update_seconds(update, speed) + broadcast_s
+            for end, update, broadcast_s in zip(rank_ends, updates, broadcast_seconds, strict=True)
+        )
         + norm_s
     )
     rank_passes = [
@@ -115,7 +121,8 @@ def predict_pipeline_time(
     waited_s = max(timeline.end_s for timeline in timelines) - max(
         timeline.end_s for timeline in timelines_without_sending
     )
-    sync_s = max(0.0, waited_s) + _compute_mean(seconds for seconds, _ in sync_seconds) + tied_s + norm_s
+    broadcast_s = _compute_mean(broadcast_seconds)
+    sync_s = max(0.0, waited_s) + _compute_mean(seconds for seconds, _ in sync_seconds) + tied_s + norm_s + broadcast_s
     optimizer_s = _compute_mean(update.seconds for update in updates)
     update_seconds = [_compute_update_seconds(update, speed) for update in updates]
     exposed_s = sync_s + exchanged_s
@@ -138,7 +145,8 @@ def predict_pipeline_time(
         + _compute_mean_sent_seconds(timetable, send_s)
         + _compute_mean(total for _, total in sync_seconds)
         + tied_s
-        + norm_s,
+        + norm_s
+        + broadcast_s,
         limited_by=max(seconds_by_limit, key=lambda name: seconds_by_limit[name]),
         degraded=False,
         idle_share=compute_idle_share(

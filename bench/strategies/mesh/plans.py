@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from bench.core.errors import ImpossibleError
+from bench.optimizers import UpdatedTensor
 from bench.strategies.ddp import DDPPlan, DDPStrategy
 from bench.strategies.fsdp import FSDP2Strategy
 from bench.strategies.mesh.layout import (
@@ -21,6 +22,7 @@ from bench.strategies.mesh.layout import (
 )
 from bench.strategies.mesh.model import DDP_KIND, FSDP_KIND, NO_DATA_PARALLEL
 from bench.strategies.pipeline.step_plans import (
+    PlannedCollective,
     ReplicatedStagePlan,
     ShardedStagePlan,
     SingleCopyStagePlan,
@@ -49,7 +51,7 @@ from bench.strategies.step_plan import (
     StepPlan,
     name_unit_gradients,
 )
-from bench.strategies.zero1 import ZeRO1Strategy
+from bench.strategies.zero1 import ZeRO1Strategy, partition_parameters
 
 if TYPE_CHECKING:
     from bench.strategies.mesh.strategy import MeshStrategy
@@ -180,9 +182,35 @@ def plan_mesh_stages(strategy: MeshStrategy, stages: Sequence[StageUnits], input
         )
     if strategy.data == NO_DATA_PARALLEL:
         return SingleCopyStagePlan(stages, inputs)
-    if strategy.data != DDP_KIND:
-        raise ImpossibleError(
-            f"strategy.data={strategy.data} is not valid with mode=predict of a pipeline, of which nobody has stated "
-            "how stages divide the optimizer's states: choose ddp or fsdp, or mode=measure."
+    if strategy.data == DDP_KIND:
+        return ReplicatedStagePlan(stages, inputs)
+    return DividedStateStagePlan(stages, inputs, layout.get_degree(*REPLICATING_DIMS))
+
+
+class DividedStateStagePlan(ReplicatedStagePlan):
+    """ZeRO-1 around the stages of a rank: DDP's buckets, and optimizer state divided among the copies."""
+
+    def __init__(self, stages: Sequence[StageUnits], inputs: PlanInputs, num_copies: int) -> None:
+        super().__init__(stages, inputs)
+        self._partitions = partition_parameters(
+            [parameter for stage in stages for parameter in stage.parameters], num_copies
         )
-    return ReplicatedStagePlan(stages, inputs)
+
+    @property
+    def updated_tensors(self) -> list[UpdatedTensor]:
+        """Those of the copy that has most."""
+        largest = max(self._partitions, key=lambda partition: sum(parameter.numel for parameter in partition))
+        return [parameter.build_updated_tensor() for parameter in largest]
+
+    @property
+    def parameter_numel(self) -> int:
+        """Whole: only their update is divided."""
+        return sum(stage.numel for stage in self.stages)
+
+    def list_update_broadcasts(self) -> Sequence[PlannedCollective]:
+        """Every parameter from the copy that has updated it."""
+        return [
+            PlannedCollective("broadcast", parameter.numel * self.parameter_itemsize, DATA_GROUP)
+            for partition in self._partitions
+            for parameter in partition
+        ]

@@ -148,7 +148,7 @@ class MeshStrategy(Strategy):
         spread = (TENSOR, PIPELINE, EXPERT) + ((SHARDS, CONTEXT) if data == FSDP_KIND else ())
         factor = layout.get_degree(*spread)
         require_sharding_factor(self, "auto", factor, world_size, "the degrees spread a copy")
-        has_pipeline, has_tensor = degrees[PIPELINE] > 1, degrees[TENSOR] > 1
+        has_pipeline, has_tensor = degrees[PIPELINE] > 1 or self.micro_batches is not None, degrees[TENSOR] > 1
         virtual_stages = self.virtual_stages or choose_virtual_stages(self.schedule)
         default_micro_batches = degrees[PIPELINE] * (virtual_stages if self.schedule == DUAL_PIPE_V else 1)
         reshards = self.reshard_after_forward
@@ -174,10 +174,9 @@ class MeshStrategy(Strategy):
 
     @property
     def timetable(self) -> Timetable | None:
-        """Which stages each rank runs; None for a model that is not cut into stages."""
-        if self.layout.get_degree(PIPELINE) == 1:
+        """Which stages each rank runs; None for a model that is not cut into stages, nor its batch into micro-batches."""
+        if self.micro_batches is None:
             return None
-        assert self.micro_batches is not None
         assert self.virtual_stages is not None
         return Timetable(self.schedule, self.layout.get_degree(PIPELINE), self.virtual_stages, self.micro_batches)
 
@@ -223,7 +222,7 @@ class MeshStrategy(Strategy):
         keeps_dtensors = self.data == FSDP_KIND
         if tensor == context == expert == 1:
             return None
-        if context == expert == 1 and self.loss_parallel and self.layout.get_degree(PIPELINE) == 1:
+        if context == expert == 1 and self.loss_parallel and self.timetable is None:
             return TensorParallelSplit(tensor, self.sequence_parallel, keeps_dtensors)
         return MeshSplit(
             tensor, self.sequence_parallel, keeps_dtensors, context, self.context_form, expert, self.loss_parallel

@@ -81,9 +81,13 @@ class StagePlan(RankPlan):
         self.parameter_itemsize = inputs.parameter_itemsize
 
     def allocate_persistent_state(self, device: PlanDevice) -> None:
-        updated_numel = sum(self.updated_numels)
-        device.allocate("parameters", updated_numel * self.parameter_itemsize, PARAMETER_MEMORY)
+        device.allocate("parameters", self.parameter_numel * self.parameter_itemsize, PARAMETER_MEMORY)
         allocate_optimizer_state(device, self.inputs, self.updated_tensors)
+
+    @property
+    def parameter_numel(self) -> int:
+        """Elements of parameters that this rank keeps."""
+        return sum(self.updated_numels)
 
     @property
     def norm_groups(self) -> Sequence[str]:
@@ -99,6 +103,10 @@ class StagePlan(RankPlan):
 
     def list_reductions(self, stage: StageUnits) -> Sequence[PlannedCollective]:
         """Of a stage's gradients."""
+        return ()
+
+    def list_update_broadcasts(self) -> Sequence[PlannedCollective]:
+        """Of what the rank's copies have updated each for all, when the optimizer's step is over."""
         return ()
 
     gathers_units = False

@@ -1,0 +1,54 @@
+"""Predictions of meshes as other software would have run them: micro-batches, receive buffers and states of Megatron.
+
+What is known to be different is converted, as TFLOPS that count recomputation are: a prediction is of torch's pieces,
+which receive every micro-batch of a step in buffers of their own (`bench.prediction.pipeline.predictor`) and keep
+gradients twice in a pipeline under DDP. Megatron and DeepSpeed receive one after the other, and keep parameters in 16 bit,
+gradients once, and a copy of parameters in fp32 beside the optimizer's state.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from bench.prediction.prediction import MemoryPrediction, PredictedRange, Prediction
+from bench.validation.mesh_words import continue_prediction
+from bench.validation.readings import Reading
+
+STATE_PARTS = ("parameters", "gradients", "optimizer")
+
+MEMORY_RANGES = ("allocated", "active", "reserved", "device_used", "wanted")
+
+
+def read_as_published(reading: Reading, predictions: tuple[Prediction, ...]) -> Prediction:
+    """One prediction of a row from those of its runs."""
+    if reading.micro_batches is None:
+        return predictions[0]
+    prediction = continue_prediction(predictions, reading.micro_batches)
+    if reading.state_bytes is None:
+        return prediction
+    memory = prediction.memory
+    difference = compute_state_difference(reading, memory)
+    if len(predictions) > 1:
+        few, more = reading.micro_batches.simulated
+        per_micro_batch = (predictions[1].memory.allocated.value - memory.allocated.value) / (more - few)
+        difference -= max(0.0, per_micro_batch) * (few - 1)
+    return dataclasses.replace(prediction, memory=_shift(memory, difference))
+
+
+def compute_state_difference(reading: Reading, memory: MemoryPrediction) -> float:
+    """Bytes of parameters, gradients and optimizer state that the source's software has beyond the predicted ones."""
+    assert reading.state_bytes is not None
+    config = reading.config
+    whole_bytes, divided_bytes = reading.state_bytes
+    parameters = memory.parts["parameters"] / config.precision.parameter_dtype.itemsize
+    copies = config.strategy.layout.get_degree("replicas", "shards", "context", "expert")  # type: ignore[attr-defined]
+    num_parts = copies if getattr(config.strategy, "data", "") == "zero1" else 1
+    predicted = sum(memory.parts[part] for part in STATE_PARTS)
+    return parameters * (whole_bytes + divided_bytes / num_parts) - predicted
+
+
+def _shift(memory: MemoryPrediction, difference: float) -> MemoryPrediction:
+    def shift(predicted: PredictedRange) -> PredictedRange:
+        return PredictedRange(predicted.value + difference, predicted.low + difference, predicted.high + difference)
+
+    return dataclasses.replace(memory, **{name: shift(getattr(memory, name)) for name in MEMORY_RANGES})

@@ -1,0 +1,171 @@
+"""Layouts of several kinds of parallelism as people print them: overrides of ``strategy=mesh``, and micro-batches.
+
+Batches of such rows are micro-batches of one copy of the model, whose ranks share its sequences. A run of the suite has a
+whole number of sequences per GPU; a published step often has not (2,048 sequences on 384 GPUs). Its time is then that of
+two runs with other numbers of micro-batches, continued in a straight line: the time of a schedule is a constant and so
+much per micro-batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from bench.prediction.prediction import PredictedRange, Prediction, TimePrediction
+from bench.validation.overrides import NotExpressibleError, Overrides
+
+DEGREE_PATTERNS = {
+    "tensor": r"\b(?:tp|tensor(?:[ -]parallel(?:ism)?)?|mp|model[ -]parallel(?:ism)?)[ =:_-]{0,2}(\d+)",
+    "pipeline": r"(?:\b|(?<=\d))(?:pp|pipeline(?:[ -]parallel(?:ism)?)?)[ =:_-]{0,2}(\d+)",
+    "context": r"(?:\b|(?<=\d))(?:cp|context(?:[ -]parallel(?:ism)?)?|ulysses|ring)[ =:_-]{0,2}(\d+)",
+    "expert": r"(?:\b|(?<=\d))(?:ep|expert(?:[ -]parallel(?:ism)?)?)[ =:_-]{0,2}(\d+)",
+}
+"""Degrees of parallelism within a copy of the model, as they are printed: TP8 PP6, ``tp 2, pp 4``, tp1pp2."""
+
+UNKNOWN_DEGREE_PATTERN = r"\+ ?(tp|pp|ep|cp|mp)\b(?! ?\d)"
+"""Named without a degree."""
+
+MAX_EXACT_MICRO_BATCHES = 64
+"""From here on the schedule of fewer is simulated."""
+
+VIRTUAL_STAGES_PATTERN = r"\bvp[ =:_-]{0,2}(\d+)"
+COPIES_PATTERN = r"\bdp[ =:_-]{0,2}(\d+)"
+
+DATA_PATTERNS = (
+    (r"fsdp(?! ?[=:]? ?(?:0|false))|zero[ -]?3", "fsdp"),
+    (r"zero[ -]?1|distributed optim", "zero1"),
+)
+"""What copies of the model do, first match first; else each has all (``ddp``)."""
+
+
+@dataclass(frozen=True)
+class MicroBatches:
+    """The micro-batches of a published step, and those of the runs that stand for it."""
+
+    size: int
+    """Sequences of one, in one copy of the model."""
+    count: int
+    """Of one copy, in a step."""
+    simulated: tuple[int, ...]
+    """Their number in one run, or in two."""
+    sequences_per_gpu: float
+    """Of the published step."""
+
+    def list_settings(self, ranks_per_copy: int) -> list[dict[str, str]]:
+        """Overrides of each run."""
+        return [
+            {
+                "batch_size_per_gpu": str(self.size * count // ranks_per_copy),
+                "strategy.micro_batches": str(count),
+            }
+            for count in self.simulated
+        ]
+
+
+def read_degrees(text: str) -> dict[str, int]:
+    """Degrees of parallelism within a copy of the model: tensor, pipeline, context, expert; 1 where none is printed."""
+    words = text.lower()
+    return {
+        name: max([int(number) for number in re.findall(pattern, words)], default=1)
+        for name, pattern in DEGREE_PATTERNS.items()
+    }
+
+
+def build_mesh_overrides(degrees: Mapping[str, int], text: str, gpus: int) -> Overrides | None:
+    """The strategy that divides a copy of the model so, None where nothing does. All layouts of a mesh go through here.
+
+    Raises
+    ------
+    NotExpressibleError
+        If no strategy does.
+    """
+    divided = {name: degree for name, degree in degrees.items() if degree > 1}
+    if not divided:
+        if match := re.search(UNKNOWN_DEGREE_PATTERN, text.lower()):
+            raise NotExpressibleError(f"the degree of {match[1].upper()} is not stated")
+        return None
+    words = text.lower().replace("fsdp false", "")
+    if set(divided) == {"tensor"} and "fsdp" in words:
+        return Overrides({"strategy": "tensor_parallel", "strategy.degree": str(divided["tensor"])})
+    if set(divided) == {"tensor"} and not re.search(r"zero|distributed optim|megatron", words):
+        settings = {"strategy": "tensor_parallel", "strategy.degree": str(divided["tensor"])}
+        return Overrides({**settings, "strategy.data_parallel": "ddp"})
+    return build_layout_overrides(degrees, words, gpus)
+
+
+def build_layout_overrides(degrees: Mapping[str, int], words: str, gpus: int) -> Overrides:
+    """The mesh that degrees of tensor, pipeline, context and expert parallelism make with what else is divided.
+
+    Raises
+    ------
+    NotExpressibleError
+        If the degrees do not come to the number of GPUs.
+    """
+    settings = {"strategy": "mesh"} | {f"strategy.{name}": str(degree) for name, degree in degrees.items() if degree > 1}
+    ranks_per_copy = math.prod(degree for name, degree in degrees.items() if name != "expert")
+    copies = re.search(COPIES_PATTERN, words)
+    if gpus % ranks_per_copy or (copies and int(copies[1]) * ranks_per_copy != gpus):
+        raise NotExpressibleError(f"the degrees of {words.strip()} do not come to {gpus} GPUs")
+    data = next((value for pattern, value in DATA_PATTERNS if re.search(pattern, words)), "ddp")
+    assumptions = []
+    if data == "zero1" and degrees["expert"] > 1:
+        data = "ddp"
+        assumptions.append("states of the optimizer are not divided beside expert parallelism")
+    if data == "zero1" and gpus == ranks_per_copy:
+        data = "ddp"
+    if "zero-3" in words:
+        assumptions.append("ZeRO-3 beside tensor parallelism is predicted as FSDP2")
+    settings["strategy.data"] = data
+    virtual = re.search(VIRTUAL_STAGES_PATTERN, words)
+    if virtual and int(virtual[1]) > 1 and degrees["pipeline"] > 1:
+        settings |= {"strategy.schedule": "interleaved_1f1b", "strategy.virtual_stages": virtual[1]}
+    return Overrides(settings, assumptions)
+
+
+def count_ranks_per_copy(settings: Mapping[str, str]) -> int:
+    """Ranks that share the sequences of a copy of the model."""
+    return math.prod(int(settings.get(f"strategy.{name}", 1)) for name in ("tensor", "pipeline", "context"))
+
+
+def plan_micro_batches(settings: Mapping[str, str], size: int, count: int) -> MicroBatches:
+    """The runs that stand for `count` micro-batches of `size` sequences in every copy of the model."""
+    ranks, pipeline = count_ranks_per_copy(settings), int(settings.get("strategy.pipeline", 1))
+    multiple = ranks // math.gcd(ranks, size)
+    if settings.get("strategy.schedule") == "interleaved_1f1b":
+        multiple = math.lcm(multiple, pipeline)
+    sequences_per_gpu = size * count / ranks
+    if count % multiple == 0 and pipeline <= count <= MAX_EXACT_MICRO_BATCHES:
+        return MicroBatches(size, count, (count,), sequences_per_gpu)
+    few = multiple * math.ceil(pipeline / multiple)
+    return MicroBatches(size, count, (few, 2 * few), sequences_per_gpu)
+
+
+def continue_prediction(predictions: tuple[Prediction, ...], micro_batches: MicroBatches) -> Prediction:
+    """The time of the published number of micro-batches; memory is that of the first run."""
+    first = predictions[0]
+    if len(predictions) == 1 or first.time is None:
+        return first
+    other_time = predictions[1].time
+    assert other_time is not None
+    start, end = micro_batches.simulated
+    share = (micro_batches.count - start) / (end - start)
+    return dataclasses.replace(first, time=_continue_time(first.time, other_time, share))
+
+
+def _continue_time(time: TimePrediction, other: TimePrediction, share: float) -> TimePrediction:
+    def move(value: Any, other_value: Any) -> Any:
+        if isinstance(value, PredictedRange):
+            return PredictedRange(*(move(getattr(value, name), getattr(other_value, name)) for name in RANGE_FIELDS))
+        return value + share * (other_value - value)
+
+    return dataclasses.replace(time, **{name: move(getattr(time, name), getattr(other, name)) for name in TIME_FIELDS})
+
+
+RANGE_FIELDS = ("value", "low", "high")
+TIME_FIELDS = (
+    *("step_s", "compute_s", "exposed_communication_s", "optimizer_s", "bubble_s", "communication_s"),
+)
