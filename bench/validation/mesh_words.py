@@ -85,7 +85,9 @@ def build_mesh_overrides(degrees: Mapping[str, int], text: str, gpus: int) -> Ov
     """
     divided = {name: degree for name, degree in degrees.items() if degree > 1}
     if not divided:
-        if match := re.search(UNKNOWN_DEGREE_PATTERN, text.lower()):
+        stated = [name for name, pattern in DEGREE_PATTERNS.items() if re.search(pattern, text.lower())]
+        match = re.search(UNKNOWN_DEGREE_PATTERN, text.lower())
+        if match and not stated:
             raise NotExpressibleError(f"the degree of {match[1].upper()} is not stated")
         return None
     words = text.lower().replace("fsdp false", "")
@@ -115,7 +117,7 @@ def build_layout_overrides(degrees: Mapping[str, int], words: str, gpus: int) ->
     if data == "zero1" and degrees["expert"] > 1:
         data = "ddp"
         assumptions.append("states of the optimizer are not divided beside expert parallelism")
-    if data == "zero1" and gpus == ranks_per_copy:
+    if data == "zero1" and gpus == degrees["tensor"] * degrees["pipeline"]:
         data = "ddp"
     if "zero-3" in words:
         assumptions.append("ZeRO-3 beside tensor parallelism is predicted as FSDP2")
@@ -124,6 +126,11 @@ def build_layout_overrides(degrees: Mapping[str, int], words: str, gpus: int) ->
     if virtual and int(virtual[1]) > 1 and degrees["pipeline"] > 1:
         settings |= {"strategy.schedule": "interleaved_1f1b", "strategy.virtual_stages": virtual[1]}
     return Overrides(settings, assumptions)
+
+
+def choose_layout_words(sharding: str, layout: str) -> str:
+    """What a row says of its layout, and its source; degrees that the source is known to mean win."""
+    return layout if read_degrees(layout) != read_degrees("") else f"{sharding} {layout}".strip()
 
 
 def count_ranks_per_copy(settings: Mapping[str, str]) -> int:
@@ -138,7 +145,7 @@ def plan_micro_batches(settings: Mapping[str, str], size: int, count: int) -> Mi
     if settings.get("strategy.schedule") == "interleaved_1f1b":
         multiple = math.lcm(multiple, pipeline)
     sequences_per_gpu = size * count / ranks
-    if count % multiple == 0 and pipeline <= count <= MAX_EXACT_MICRO_BATCHES:
+    if count % multiple == 0 and pipeline == 1 and count <= MAX_EXACT_MICRO_BATCHES:
         return MicroBatches(size, count, (count,), sequences_per_gpu)
     few = multiple * math.ceil(pipeline / multiple)
     return MicroBatches(size, count, (few, 2 * few), sequences_per_gpu)

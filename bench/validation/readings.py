@@ -15,7 +15,7 @@ from bench.config.run_config import RunConfig, build_run_config
 from bench.core.errors import UsageError
 from bench.records.published import PublishedLine
 from bench.validation.metrics import METRICS, OOM_PATTERN, Quantity, read_quantity
-from bench.validation.mesh_words import MicroBatches, count_ranks_per_copy, plan_micro_batches
+from bench.validation.mesh_words import MicroBatches, choose_layout_words, count_ranks_per_copy, plan_micro_batches
 from bench.validation.model_words import read_model
 from bench.validation.overrides import NotExpressibleError, Overrides
 from bench.validation.printed_numbers import is_blank, parse_count, parse_parameters
@@ -211,7 +211,7 @@ def _read_words(line: PublishedLine, knowledge: SourceKnowledge) -> tuple[Overri
     if "precision" not in known:
         words.add(read_precision(line["precision"]))
     if "strategy" not in known or "lora" in (line["strategy"] + line["sharding"]).lower():
-        words.add(read_strategy(line["strategy"], f"{line['sharding']} {knowledge.layout}".strip(), gpus))
+        words.add(read_strategy(line["strategy"], choose_layout_words(line["sharding"], knowledge.layout), gpus))
     else:
         words.add(_read_knobs(line, gpus, known["strategy"]))
     if "activation_checkpointing" not in known:
