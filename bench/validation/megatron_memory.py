@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 
 from bench.prediction.prediction import MemoryPrediction, PredictedRange, Prediction
+from bench.prediction.simulation.device_memory import predict_fit
 from bench.validation.mesh_words import continue_prediction
 from bench.validation.readings import Reading
 
@@ -51,4 +52,8 @@ def _shift(memory: MemoryPrediction, difference: float) -> MemoryPrediction:
     def shift(predicted: PredictedRange) -> PredictedRange:
         return PredictedRange(predicted.value + difference, predicted.low + difference, predicted.high + difference)
 
-    return dataclasses.replace(memory, **{name: shift(getattr(memory, name)) for name in MEMORY_RANGES})
+    shifted = dataclasses.replace(memory, **{name: shift(getattr(memory, name)) for name in MEMORY_RANGES})
+    if shifted.capacity is None:
+        return shifted
+    verdict = predict_fit(shifted.allocated, shifted.capacity, shifted.beside, finds_place=True)
+    return dataclasses.replace(shifted, verdict=verdict)

@@ -8,6 +8,7 @@ from typing import Any
 
 from bench.prediction.prediction import TOO_CLOSE
 from bench.records.published import PublishedLine
+from bench.validation.layouts import format_layouts
 from bench.validation.leave_out import LEFT_OUT_KINDS, LeftOut
 from bench.validation.metrics import ACTIVE, ALLOCATED, BETWEEN_STEPS, DEVICE_USED, FIT, RESERVED, SPEED
 from bench.validation.readings import Reading
@@ -77,6 +78,8 @@ def render_accuracy_page(
         format_groups("strategy", speed, lambda score: score.strategy),
         format_groups("checkpointing", speed, lambda score: score.reading.config.activation_checkpointing),
         format_groups("torch", speed, lambda score: score.reading.torch_version),
+        "## Layouts",
+        *format_layouts(counted),
         "## Memory",
         format_groups(
             "what",
