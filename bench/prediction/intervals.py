@@ -33,8 +33,9 @@ DEVICE_CLASSES = (TRAINING_ROWS, MICROBENCHMARKS, DERIVED)
 """How a device's speed is known: published training rows of this device were compared; only its kernels were measured;
 or it is assumed or derived from another device."""
 
-COMPLETE, ROUGH = "complete", "rough"
-"""Whether everything that decides a row was stated; a user's own question is complete."""
+COMPLETE, ROUGH, LAYOUTS = "complete", "rough", "layouts"
+"""Whether everything that decides a row was stated; a user's own question is complete. Layouts of several kinds of
+parallelism (``strategy=mesh``) have a class of their own, whatever was stated."""
 
 
 @dataclass(frozen=True)
@@ -79,9 +80,18 @@ def _read_peaks_and_bandwidth(name: str) -> tuple[dict[str, float], float | None
     return described.peak_tflops, described.memory_bandwidth_gb_s
 
 
-def find_factors(metric: str, device_class: str, *, is_complete: bool = True) -> IntervalFactors:
-    """The factors of one metric for a class of devices and of rows."""
-    entry = load_interval_file()["factors"][metric][device_class][COMPLETE if is_complete else ROUGH]
+def is_layout(config: RunConfig) -> bool:
+    """Whether a run's model is divided by several kinds of parallelism, or may be."""
+    return config.strategy.name == "mesh"
+
+
+def find_factors(
+    metric: str, device_class: str, *, is_complete: bool = True, is_layout: bool = False
+) -> IntervalFactors:
+    """The factors of one metric for a class of devices and of rows; where too few layouts are known those of others."""
+    classes = load_interval_file()["factors"][metric][device_class]
+    row_class = COMPLETE if is_complete else ROUGH
+    entry = classes[LAYOUTS] if is_layout and LAYOUTS in classes else classes[row_class]
     return IntervalFactors(entry["low"], entry["high"])
 
 
@@ -95,8 +105,10 @@ def add_intervals(config: RunConfig, prediction: Prediction) -> Prediction:
     device_class = classify_hardware(config.hardware)
     time = prediction.time
     if time is not None:
-        time = dataclasses.replace(time, step_s=find_factors(STEP_TIME, device_class).widen(time.step_s))
-    memory = _add_memory_intervals(prediction.memory, device_class, is_complete=True)
+        time = dataclasses.replace(
+            time, step_s=find_factors(STEP_TIME, device_class, is_layout=is_layout(config)).widen(time.step_s)
+        )
+    memory = _add_memory_intervals(prediction.memory, device_class, is_complete=True, is_layout=is_layout(config))
     return dataclasses.replace(prediction, memory=memory, time=time)
 
 
@@ -104,12 +116,16 @@ def find_rough_verdict(config: RunConfig, memory: MemoryPrediction) -> str | Non
     """Whether a run fits of which something had to be assumed."""
     if config.hardware.device == "cpu":
         return memory.verdict
-    return _add_memory_intervals(memory, classify_hardware(config.hardware), is_complete=False).verdict
+    device_class = classify_hardware(config.hardware)
+    return _add_memory_intervals(memory, device_class, is_complete=False, is_layout=is_layout(config)).verdict
 
 
-def _add_memory_intervals(memory: MemoryPrediction, device_class: str, *, is_complete: bool) -> MemoryPrediction:
+def _add_memory_intervals(
+    memory: MemoryPrediction, device_class: str, *, is_complete: bool, is_layout: bool
+) -> MemoryPrediction:
     allocated, reserved, device_used = (
-        find_factors(metric, device_class, is_complete=is_complete) for metric in (ALLOCATED, RESERVED, DEVICE_USED)
+        find_factors(metric, device_class, is_complete=is_complete, is_layout=is_layout)
+        for metric in (ALLOCATED, RESERVED, DEVICE_USED)
     )
     finds_place = memory.verdict == FITS  # without an interval that is all that keeps what is allocated from fitting
     memory = dataclasses.replace(

@@ -26,6 +26,7 @@ from bench.prediction.intervals import (
     COMPLETE,
     DERIVED,
     INTERVAL_METRICS,
+    LAYOUTS,
     MICROBENCHMARKS,
     ROUGH,
     STEP_TIME,
@@ -91,17 +92,25 @@ class FittedInterval:
         return {name: round(value, 4) if isinstance(value, float) else value for name, value in self.__dict__.items()}
 
 
-def list_residuals(scores: Iterable[Score], metric: str, *, is_complete: bool) -> list[Residual]:
-    """Residuals of one metric and class of rows, each configuration once."""
+def list_residuals(scores: Iterable[Score], metric: str, row_class: str) -> list[Residual]:
+    """Residuals of one metric and class of rows, each configuration once; none of what its authors call noisy."""
     return [
         Residual(score.reading.source, score.hardware, score.log_ratio)
         for score in pick_configurations(scores)
         if score.is_counted
         and score.kind != BETWEEN_STEPS
         and METRIC_OF_KIND[score.kind] == metric
-        and score.reading.is_complete == is_complete
+        and name_row_class(score) == row_class
+        and not score.reading.is_noisy
         and not (score.kind == SPEED and score.retry_probability > MAX_RETRY_PROBABILITY)
     ]
+
+
+def name_row_class(score: Score) -> str:
+    """What rows are fitted together: layouts whatever was stated of them, else as much as was stated."""
+    if score.strategy.startswith("mesh"):
+        return LAYOUTS
+    return COMPLETE if score.reading.is_complete else ROUGH
 
 
 def fit_interval(residuals: Sequence[Residual], *, is_device_left_out: bool) -> FittedInterval:
@@ -208,7 +217,7 @@ def _borrow_from_other_memory(factors: Mapping[str, dict[str, dict[str, FittedIn
 
 
 def _fit_metric(scores: Sequence[Score], metric: str) -> dict[str, dict[str, FittedInterval]]:
-    residuals = {name: list_residuals(scores, metric, is_complete=name == COMPLETE) for name in (COMPLETE, ROUGH)}
+    residuals = {name: list_residuals(scores, metric, name) for name in (COMPLETE, ROUGH, LAYOUTS)}
     classes: dict[str, dict[str, FittedInterval]] = {}
     for device_class, is_device_left_out in ((TRAINING_ROWS, False), (MICROBENCHMARKS, True)):
         classes[device_class] = _fit_row_classes(residuals, is_device_left_out=is_device_left_out)
@@ -219,7 +228,7 @@ def _fit_metric(scores: Sequence[Score], metric: str) -> dict[str, dict[str, Fit
     if metric == ALLOCATED:
         for rows in classes.values():
             for name, interval in rows.items():
-                rows[name] = _keep_runs_possible(interval, scores, is_complete=name == COMPLETE)
+                rows[name] = _keep_runs_possible(interval, scores, name)
     return classes
 
 
@@ -239,7 +248,19 @@ def _fit_row_classes(
         fitted[ROUGH] = FittedInterval(
             **{**rough.__dict__, "low": min(rough.low, complete.low), "high": max(rough.high, complete.high)}
         )
-    return fitted
+    layouts = _fit_layouts(residuals[LAYOUTS], complete, is_device_left_out=is_device_left_out)
+    return fitted if layouts is None else fitted | {LAYOUTS: layouts}
+
+
+def _fit_layouts(
+    residuals: Sequence[Residual], complete: FittedInterval, *, is_device_left_out: bool
+) -> FittedInterval | None:
+    """No narrower than that of complete rows; None where there are too few."""
+    groups = {(residual.source, residual.device) for residual in residuals}
+    if len(residuals) < MIN_RESIDUALS or len(groups) < MIN_GROUPS:
+        return None
+    fitted = fit_interval(residuals, is_device_left_out=is_device_left_out)
+    return dataclasses.replace(fitted, low=min(fitted.low, complete.low), high=max(fitted.high, complete.high))
 
 
 def _widen(interval: FittedInterval, factor: float, basis: str) -> FittedInterval:
@@ -253,12 +274,12 @@ def _widen(interval: FittedInterval, factor: float, basis: str) -> FittedInterva
     )
 
 
-def _keep_runs_possible(interval: FittedInterval, scores: Sequence[Score], *, is_complete: bool) -> FittedInterval:
+def _keep_runs_possible(interval: FittedInterval, scores: Sequence[Score], row_class: str) -> FittedInterval:
     """No run that was published as running is said not to fit: its least memory is at most the capacity."""
     limits = [
         1 / score.fullness
         for score in scores
-        if score.quantity.ran and score.fullness and score.reading.is_complete == is_complete
+        if score.quantity.ran and score.fullness and name_row_class(score) == row_class
     ]
     low = min([interval.low, *limits])
     return FittedInterval(**{**interval.__dict__, "low": low})

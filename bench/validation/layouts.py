@@ -110,9 +110,7 @@ def format_layouts(counted: Sequence[Score]) -> list[str]:
     scores = list_layout_scores(counted)
     if not scores:
         return ["No row has such a layout."]
-    speed, memory = (
-        [score for score in scores if (score.kind == SPEED) == is_speed] for is_speed in (True, False)
-    )
+    speed, memory = ([score for score in scores if (score.kind == SPEED) == is_speed] for is_speed in (True, False))
     correlations = list_rank_correlations(scores)
     parts = [LAYOUT_HEAD, LAYOUT_TARGETS]
     parts += [format_groups("speed, source", speed, lambda score: score.reading.source)] if speed else []
@@ -142,6 +140,11 @@ def _format_sources(scores: Sequence[Score]) -> str:
         entry = load_sources().get(source, {})
         assumed = entry.get("assumed", "nothing")
         rows.append(
-            (source, f"{summarize_scores(group).bias:+.1%}", str(assumed), str(entry.get("miss_cause", "not looked for")))
+            (
+                source,
+                f"{summarize_scores(group).bias:+.1%}",
+                str(assumed),
+                str(entry.get("miss_cause", "not looked for")),
+            )
         )
     return format_table(("source", SUMMARY_HEAD[4], "assumed", "cause of what it misses"), rows)

@@ -107,7 +107,9 @@ def build_layout_overrides(degrees: Mapping[str, int], words: str, gpus: int) ->
     NotExpressibleError
         If the degrees do not come to the number of GPUs.
     """
-    settings = {"strategy": "mesh"} | {f"strategy.{name}": str(degree) for name, degree in degrees.items() if degree > 1}
+    settings = {"strategy": "mesh"} | {
+        f"strategy.{name}": str(degree) for name, degree in degrees.items() if degree > 1
+    }
     ranks_per_copy = math.prod(degree for name, degree in degrees.items() if name != "expert")
     copies = re.search(COPIES_PATTERN, words)
     if gpus % ranks_per_copy or (copies and int(copies[1]) * ranks_per_copy != gpus):
@@ -173,6 +175,4 @@ def _continue_time(time: TimePrediction, other: TimePrediction, share: float) ->
 
 
 RANGE_FIELDS = ("value", "low", "high")
-TIME_FIELDS = (
-    *("step_s", "compute_s", "exposed_communication_s", "optimizer_s", "bubble_s", "communication_s"),
-)
+TIME_FIELDS = (*("step_s", "compute_s", "exposed_communication_s", "optimizer_s", "bubble_s", "communication_s"),)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -77,6 +78,8 @@ class Reading:
     further_settings: tuple[tuple[tuple[str, str], ...], ...] = ()
     """Of the runs beside the first that `micro_batches` asks for."""
     state_bytes: tuple[float, float] | None = None
+    is_noisy: bool = False
+    """Whether its authors say that runs of the same configuration are far apart."""
 
     @property
     def runs(self) -> tuple[tuple[tuple[str, str], ...], ...]:
@@ -171,11 +174,16 @@ def read_line(row: int, line: PublishedLine) -> Reading:
             raise NotExpressibleError(knowledge.refuse)
         quantity = read_quantity(row, line, knowledge.metrics)
         overrides, micro_batches = _read_words(line, knowledge)
-        batches = [{}] if micro_batches is None else micro_batches.list_settings(count_ranks_per_copy(overrides.settings))
+        batches = (
+            [{}] if micro_batches is None else micro_batches.list_settings(count_ranks_per_copy(overrides.settings))
+        )
         runs = [_order_settings(overrides.settings | batch) for batch in batches]
         settings, *further_settings = runs
         (config, *_) = [_build_config(run) for run in runs]
-        _check_parameters(line, config)
+        if knowledge.is_size_checked:
+            _check_parameters(line, config)
+        if knowledge.spread:
+            quantity = dataclasses.replace(quantity, uncertainty=knowledge.spread * quantity.value)
     except NotExpressibleError as error:
         return Reading(row, line, reason=str(error))
     version = find_torch_version(line)
@@ -194,6 +202,7 @@ def read_line(row: int, line: PublishedLine) -> Reading:
         extra_memory=knowledge.extra_memory,
         micro_batches=micro_batches,
         further_settings=tuple(further_settings),
+        is_noisy=knowledge.spread > 0,
         state_bytes=knowledge.state_bytes if micro_batches is not None else None,
     )
 

@@ -13,7 +13,7 @@ from bench.config.flop_conventions import SUITE_COLUMNS, count_flops_per_sequenc
 from bench.config.run_config import RunConfig, compute_speed_columns
 from bench.core.errors import UsageError
 from bench.prediction.intervals import DEVICE_USED as DEVICE_USED_METRIC
-from bench.prediction.intervals import STEP_TIME, classify_hardware, find_factors, find_rough_verdict
+from bench.prediction.intervals import STEP_TIME, classify_hardware, find_factors, find_rough_verdict, is_layout
 from bench.prediction.prediction import DOES_NOT_FIT, FITS, PredictedRange, Prediction
 from bench.prediction.predictor import predict_reentrant_peak, predict_runs
 from bench.validation.metrics import (
@@ -187,7 +187,10 @@ def _compute_range(
         value = {FITS: 0.0, DOES_NOT_FIT: 1.0}.get(_find_verdict(reading, prediction) or "", 0.5)
         return value, value, value
     factors = find_factors(
-        INTERVAL_METRICS[quantity.kind], classify_hardware(config.hardware), is_complete=reading.is_complete
+        INTERVAL_METRICS[quantity.kind],
+        classify_hardware(config.hardware),
+        is_complete=reading.is_complete,
+        is_layout=is_layout(config),
     )
     if quantity.kind != SPEED:
         size = _compute_bytes(reading, config, prediction, quantity)

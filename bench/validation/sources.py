@@ -5,6 +5,8 @@ An entry, and each of its rules, may have these keys:
 * ``settings``: overrides of every run, with ``settings_source``; an empty value takes an override back.
 * ``layout``: what is to be read as if it stood beside the strategy. ``mesh``: overrides of rows that are a mesh.
 * ``micro_batch``, ``global_batch``: sequences of a step, and of a copy of the model at a time, where rows do not say so.
+* ``is_size_checked: false``: the printed number of parameters is of something else. ``spread``: how far runs of the same
+  configuration are apart, as a share, by their authors' own words: such rows fit no intervals.
 * ``state_bytes``: of rows that are a mesh, bytes of parameters, gradients and what of the optimizer is not divided, and
   bytes of what is, each per parameter: see `bench.validation.megatron_memory`.
 * ``torch_version`` (with ``torch_source``): of rows whose own column does not say.
@@ -60,6 +62,8 @@ class SourceKnowledge:
     micro_batch: int | None = None
     global_batch: int | None = None
     state_bytes: tuple[float, float] | None = None
+    is_size_checked: bool = True
+    spread: float = 0.0
     extra_memory: str | None = None
     miss_cause: str | None = None
     licence: str | None = None

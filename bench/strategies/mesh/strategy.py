@@ -91,7 +91,6 @@ class MeshStrategy(Strategy):
             divides=("every layer", "layers", "sequences", "experts"),
         ),
     )
-    supported_modes = ("measure", "predict")
     supported_finetunes = ("full", "lora")
 
     tensor: Annotated[int | None, DEGREE_RANGE]
@@ -119,7 +118,9 @@ class MeshStrategy(Strategy):
     schedule: Annotated[str, OneOf(*ALL_SCHEDULES, NO_SCHEDULE)]
     """Of the pipeline, as torch.distributed.pipelining carries it out; none, whatever was asked for, without one."""
     micro_batches: Annotated[int | None, Within(1, 1024)]
-    """Parts that a pipeline's share of the batch is split into. null: as many as it has ranks (dualpipev: stages)."""
+    """Parts that a pipeline's share of the batch is split into. null: as many as it has ranks (dualpipev: stages).
+    Without a pipeline a number of them is predicted alone, of ranks that have fewer sequences at a time than they are:
+    null is all at once, and `gradient_accumulation` more of the same."""
     virtual_stages: Annotated[int | None, Within(1, 512)]
     """Stages per rank. null: 1 for gpipe and 1f1b, else 2."""
     context_form: Annotated[str, OneOf(*CONTEXT_FORMS, "none")]
@@ -171,6 +172,12 @@ class MeshStrategy(Strategy):
     def layout(self) -> MeshLayout:
         """Of the resolved strategy."""
         return MeshLayout(tuple((name, getattr(self, name)) for name in parse_order(self.order)))
+
+    @property
+    def supported_modes(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Torch's schedules take no pipeline of one rank."""
+        is_predicted_alone = self.micro_batches is not None and self.layout.get_degree(PIPELINE) == 1
+        return ("predict",) if is_predicted_alone else MEASURED_MODES
 
     @property
     def timetable(self) -> Timetable | None:
