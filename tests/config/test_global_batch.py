@@ -142,7 +142,7 @@ def test_a_search_tries_only_what_comes_to_the_global_batch() -> None:
         def try_batches(configs: list[Any], largest: int = largest, tried: list[int] = tried) -> list[BatchTrial]:
             tried.extend(config.batch_size_per_gpu for config in configs)
             assert all(run.batch_size_per_gpu * run.gradient_accumulation == 24 for run in configs)
-            return [BatchTrial(1.0 if run.batch_size_per_gpu <= largest else None, 100) for run in configs]
+            return [BatchTrial(1.0, 100, run.batch_size_per_gpu <= largest) for run in configs]
 
         (search,) = search_largest_batches([config], try_batches)
         assert search.largest_batch_size == largest

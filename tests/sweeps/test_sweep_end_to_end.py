@@ -629,7 +629,7 @@ def test_a_search_ends_at_the_most_tokens_a_run_may_have():
     most = MAX_TOKENS_PER_PROCESS // 64
     assert search_largest_batch(config, lambda run: {"status": "ok", "peak_reserved_bytes": 10}) == most
     (search,) = search_largest_batches(
-        [config], lambda configs: [BatchTrial(1000 * run.batch_size_per_gpu, 10**15) for run in configs]
+        [config], lambda configs: [BatchTrial(1000 * run.batch_size_per_gpu, 10**15, True) for run in configs]
     )
     assert search.largest_batch_size == most
 
