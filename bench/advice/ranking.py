@@ -122,6 +122,11 @@ class CandidateRanking:
     """Why there is no prediction of some, and of how many."""
 
     @property
+    def best_candidate(self) -> RankedCandidate:
+        """The best of those that are predicted to fit, or of all where it is too close to call for each."""
+        return next((candidate for candidate in self.possible if candidate.does_fit), self.top_candidate)
+
+    @property
     def top_candidate(self) -> RankedCandidate:
         """The best, or what is nearest to fitting."""
         return (self.possible or self.infeasible)[0]

@@ -237,7 +237,7 @@ def _build_case_values(guidance: CaseGuidance) -> dict[str, Any]:
         "ranking": {
             "advice": guidance.ranking_advice,
             "warnings": list_warnings(ranking.possible),
-            "best": build_candidate_values(ranking.possible[0], 1, guidance.budget) if ranking.possible else None,
+            "best": build_candidate_values(ranking.best_candidate, 1, guidance.budget) if ranking.possible else None,
             "possible": len(ranking.possible),
             "infeasible": len(ranking.infeasible),
         },
