@@ -193,6 +193,7 @@ def draw_overrides(draw: st.DrawFn, within: tuple[str, ...] = (), max_fields: in
         "hardware": "a100_80gb",
         "cluster": "local",
         "tracker": "wandb" if within else "none",
+        "network": "reference",
         "sweep": "adhoc",
     }
     typed = [f"{group}={option}" for group, option in chosen_options.items()]

@@ -391,13 +391,19 @@ def list_plain_options(group: str) -> list[str]:
     return [option for option in options if "\nlike:" not in find_option_file(group, option).read_text()]
 
 
+def is_plain_field(key: str) -> bool:
+    """Whether Hydra sets a field whatever its value is: fields of a network are checked where they replace the
+    hardware's links, and to Hydra a folder of presets is a group. Options are rather chosen than named."""
+    return key not in compose.PRESET_FOLDERS and not key.startswith("network.") and not key.endswith(".name")
+
+
 def drawn(dice: random.Random) -> RunSettings:
     """Some options, some additions to them, some fields of all there are but names, which are rather chosen."""
     settings = {
         group: dice.choice(list_plain_options(group))
         for group in dice.sample(sorted(list_config_groups()), dice.randint(0, 5))
     }
-    fields = [key for key in fields_of(compose_config(settings)) if not key.endswith(".name")] + [*DICTIONARIES]
+    fields = [*filter(is_plain_field, fields_of(compose_config(settings))), *DICTIONARIES]
     settings |= {key: dice.choice(VALUES) for key in dice.sample(ADDED, dice.choice((0, 0, 1, 2)))}
     return settings | {
         key: DICTIONARIES.get(key, dice.choice(VALUES)) for key in dice.sample(fields, dice.randint(0, 6))
