@@ -13,8 +13,9 @@ from typing import Any
 import yaml
 from hypothesis import strategies as st
 
-from bench.config.compose import CONF_FOLDER, list_config_groups
+from bench.config.groups import list_config_groups
 from bench.config.run_config import SECTION_NAMES, Measurement, RunConfig
+from bench.core.option_files import CONF_FOLDER
 from bench.core.plugins import find_plugin_class
 from bench.core.precision import Precision
 from bench.core.typed_config import FieldType, format_override_value, get_field_types, parse_type_hint

@@ -21,7 +21,8 @@ import pytest
 
 from bench import records
 from bench import sweep as command
-from bench.config.compose import compose_config, list_config_groups
+from bench.config.compose import compose_config
+from bench.config.groups import list_config_groups
 from bench.config.run_config import MAX_TOKENS_PER_PROCESS, RunConfig
 from bench.core.typed_config import format_override_value
 from bench.launch.local import LocalLauncher
