@@ -14,8 +14,9 @@ import yaml
 from hypothesis import strategies as st
 
 from bench.config.groups import list_config_groups
-from bench.config.run_config import SECTION_NAMES, Measurement, RunConfig
-from bench.core.option_files import CONF_FOLDER
+from bench.config.measurement import Measurement
+from bench.config.run_config import SECTION_NAMES, RunConfig
+from bench.core.option_files import CONF_FOLDER, find_option_file
 from bench.core.plugins import find_plugin_class
 from bench.core.precision import Precision
 from bench.core.typed_config import FieldType, format_override_value, get_field_types, parse_type_hint
@@ -101,7 +102,6 @@ def find_option_class(group: str, values: dict[str, Any]) -> Any:
 @functools.cache
 def list_option_fields(group: str, option: str) -> dict[str, FieldType | None]:
     """Keys as typed of all fields of an option, with what is known of their values."""
-    values = yaml.safe_load((CONF_FOLDER / group / f"{option}.yaml").read_text())
     if group == "sweep":
         return {
             "sweep.repeats": parse_type_hint(REPEATS_HINT),
@@ -109,6 +109,7 @@ def list_option_fields(group: str, option: str) -> dict[str, FieldType | None]:
             "sweep.grids": None,
             "sweep.name": None,
         }
+    values = yaml.safe_load(find_option_file(group, option).read_text())
     return dict(_walk_fields(group, find_option_class(group, values), values))
 
 
