@@ -173,7 +173,7 @@ def _ignore_progress(text: str) -> None:
 
 def _describe_processes(process_count: int, collective_samples: list[CalibrationSample]) -> str:
     nodes = max((-(-sample.ranks // sample.ranks_per_node) for sample in collective_samples), default=1)
-    return f"{process_count} processes on {nodes} node{'s' * (nodes > 1)}"
+    return f"{process_count} process{'es' * (process_count > 1)} on {nodes} node{'s' * (nodes > 1)}"
 
 
 # --- The command line of ``bench.calibrate``.
