@@ -10,7 +10,8 @@ from typing import Any
 
 from bench.advice.candidates import Candidate, CandidateSet, list_last_resort_candidates
 from bench.config.grid import RunSettings
-from bench.config.run_config import RunConfig, compute_speed_columns
+from bench.config.run_config import RunConfig
+from bench.config.speed_columns import compute_speed_columns
 from bench.core.errors import ImpossibleError, UsageError
 from bench.planning.batch_search import BatchTrial, search_largest_batches
 from bench.planning.run_predictions import RunPrediction, Unpredictable, predict_configs

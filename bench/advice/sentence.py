@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from bench.advice.candidates import LAST_RESORT_STRATEGIES, can_shard
 from bench.advice.ranking import RankedCandidate
-from bench.config.compose import compose_config, list_config_groups
+from bench.config.compose import compose_config
 from bench.config.grid import RunSettings
+from bench.config.groups import list_config_groups
 from bench.config.run_config import RunConfig, build_run_config
 from bench.core import presentation
 from bench.core.errors import ImpossibleError

@@ -21,8 +21,10 @@ import pytest
 
 from bench import records
 from bench import sweep as command
-from bench.config.compose import compose_config, list_config_groups
-from bench.config.run_config import MAX_TOKENS_PER_PROCESS, RunConfig
+from bench.config.compose import compose_config
+from bench.config.groups import list_config_groups
+from bench.config.run_checks import MAX_TOKENS_PER_PROCESS
+from bench.config.run_config import RunConfig
 from bench.core.typed_config import format_override_value
 from bench.launch.local import LocalLauncher
 from bench.launch.task import search_largest_batch

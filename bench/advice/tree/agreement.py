@@ -19,8 +19,9 @@ from bench.advice.sentence import (
 from bench.advice.tree.answers import DecisionStep
 from bench.advice.tree.options import GuideCase
 from bench.advice.tree.tree import TreeLeaf, TreeNode
-from bench.config.compose import compose_config, list_config_groups
+from bench.config.compose import compose_config
 from bench.config.grid import RunSettings
+from bench.config.groups import list_config_groups
 from bench.config.run_config import build_run_config
 from bench.core import presentation
 from bench.core.errors import UsageError
