@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel
 
-from bench.core.errors import ImpossibleError, invalid_value_error
+from bench.core.errors import invalid_value_error
 from bench.core.typed_config import Within
 from bench.models.base import (
     BlockCount,
@@ -21,6 +21,7 @@ from bench.models.base import (
     LayerWidth,
     TokenCount,
     find_undivided_attention_reason,
+    require_predicted_positions,
 )
 from bench.models.division import SEQUENCE_SHARD, LayerDivision, PipelineStageModule, build_sequence_split
 from bench.models.pretrained import PretrainedFamily, shorten_list
@@ -108,9 +109,7 @@ class DecoderFamily(PretrainedFamily):
 
     def check_sequence_length(self, sequence_length: int) -> None:
         """At least 2, since a label is the next token, and at most the positions that the model was made for."""
-        if not 2 <= sequence_length <= self.block_size:
-            valid = f"a whole number from 2 to model.block_size={self.block_size}"
-            raise invalid_value_error("sequence_length", sequence_length, valid, ImpossibleError)
+        require_predicted_positions(sequence_length, self.block_size)
 
     def list_divided_sizes(self, sequence_length: int, *, sequence_parallel: bool) -> dict[str, int]:
         """Heads, those of keys and values too, and `intermediate_size`; the last rank's part of the vocabulary may be
