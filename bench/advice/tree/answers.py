@@ -6,14 +6,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from bench.advice.ranking import RankedCandidate
-from bench.advice.sentence import (
-    MEMORY_PART_LABELS,
-    MODEL_STATE_PARTS,
-    describe_missing_time,
-    format_gib,
-    format_percent,
-    join_items,
-)
 from bench.advice.tree.options import GuideCase, PredictedRun
 from bench.advice.tree.tree import (
     DECISION_TREE,
@@ -28,6 +20,14 @@ from bench.advice.tree.tree import (
     YES_WITH_CHECKPOINTING,
     TreeLeaf,
     TreeNode,
+)
+from bench.advice.wording import (
+    MEMORY_PART_LABELS,
+    MODEL_STATE_PARTS,
+    describe_missing_time,
+    format_gib,
+    format_percent,
+    join_items,
 )
 from bench.core import presentation
 from bench.core.presentation import format_number
