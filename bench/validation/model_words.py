@@ -10,10 +10,10 @@ from typing import Any
 
 import yaml
 
-from bench.config.compose import list_config_groups
+from bench.config.groups import list_config_groups
 from bench.records.published import PUBLISHED_CSV
-from bench.validation.printed_numbers import is_blank
 from bench.validation.overrides import NotExpressibleError, Overrides
+from bench.validation.printed_numbers import is_blank
 
 MODELS_FILE = PUBLISHED_CSV.with_name("models.yaml")
 

@@ -11,12 +11,13 @@ from typing import Any
 
 import yaml
 
-from bench.config.compose import compose_config, find_option_file
+from bench.config.compose import compose_config
 from bench.config.run_config import RunConfig, build_run_config
 from bench.core.errors import UsageError
+from bench.core.option_files import find_option_file
 from bench.records.published import PublishedLine
-from bench.validation.metrics import METRICS, OOM_PATTERN, Quantity, read_quantity
 from bench.validation.mesh_words import MicroBatches, choose_layout_words, count_ranks_per_copy, plan_micro_batches
+from bench.validation.metrics import METRICS, OOM_PATTERN, Quantity, read_quantity
 from bench.validation.model_words import read_model
 from bench.validation.overrides import NotExpressibleError, Overrides
 from bench.validation.printed_numbers import is_blank, parse_count, parse_parameters

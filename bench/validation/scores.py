@@ -10,12 +10,14 @@ from statistics import fmean
 from typing import TypeVar
 
 from bench.config.flop_conventions import SUITE_COLUMNS, count_flops_per_sequence
-from bench.config.run_config import RunConfig, compute_speed_columns
+from bench.config.run_config import RunConfig
+from bench.config.speed_columns import compute_speed_columns
 from bench.core.errors import UsageError
 from bench.prediction.intervals import DEVICE_USED as DEVICE_USED_METRIC
 from bench.prediction.intervals import STEP_TIME, classify_hardware, find_factors, find_rough_verdict, is_layout
 from bench.prediction.prediction import DOES_NOT_FIT, FITS, PredictedRange, Prediction
 from bench.prediction.predictor import predict_reentrant_peak, predict_runs
+from bench.validation.megatron_memory import read_as_published
 from bench.validation.metrics import (
     ACTIVE,
     ALLOCATED,
@@ -27,7 +29,6 @@ from bench.validation.metrics import (
     SPEED,
     Quantity,
 )
-from bench.validation.megatron_memory import read_as_published
 from bench.validation.readings import Reading, build_published_config
 
 Item = TypeVar("Item")

@@ -4,8 +4,8 @@ An entry, and each of its rules, may have these keys:
 
 * ``settings``: overrides of every run, with ``settings_source``; an empty value takes an override back.
 * ``layout``: what is to be read as if it stood beside the strategy. ``mesh``: overrides of rows that are a mesh.
-* ``micro_batch``, ``global_batch``: sequences of a step, and of a copy of the model at a time, where rows do not say so.
-* ``is_size_checked: false``: the printed number of parameters is of something else. ``spread``: how far runs of the same
+* ``micro_batch``, ``global_batch``: sequences of a copy of the model at a time, and of a step, where rows do not say.
+* ``is_size_checked: false``: the printed number of parameters is of something else. ``spread``: how far runs of one
   configuration are apart, as a share, by their authors' own words: such rows fit no intervals.
 * ``state_bytes``: of rows that are a mesh, bytes of parameters, gradients and what of the optimizer is not divided, and
   bytes of what is, each per parameter: see `bench.validation.megatron_memory`.

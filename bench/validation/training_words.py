@@ -12,7 +12,8 @@ from typing import Any
 
 import yaml
 
-from bench.config.compose import find_option_file, list_config_groups
+from bench.config.groups import list_config_groups
+from bench.core.option_files import find_option_file
 from bench.validation.mesh_words import build_mesh_overrides, read_degrees
 from bench.validation.overrides import NotExpressibleError, Overrides
 from bench.validation.printed_numbers import is_blank

@@ -72,6 +72,8 @@ DEGREE_RANGE = Within(1, 2**17)
 NO_SCHEDULE = "none"
 """Of a model that is not cut into stages."""
 
+MEASURED_MODES = ("measure", "predict")
+
 
 @dataclass(frozen=True)
 class MeshStrategy(Strategy):
