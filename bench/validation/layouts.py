@@ -17,12 +17,12 @@ MIN_LAYOUTS = 4
 LAYOUT_TARGETS = "Aimed at: a mean error of 8 %, at most 20 %; memory 5 %; a rank correlation above 0.9."
 
 LAYOUT_HEAD = """Rows whose model is divided by tensor, pipeline, context or expert parallelism, each read as
-`strategy=mesh` (or tensor parallelism under FSDP, as `strategy=tensor_parallel`). A batch is the micro-batch of one copy of
-the model; steps whose sequences are no whole number per GPU are two predictions with other numbers of micro-batches,
-continued in a straight line. Memory is converted to what Megatron and DeepSpeed keep: parameters in 16 bit, one gradient
-each, optimizer state and a copy of the parameters in fp32 (`state_bytes` of `results/published/sources.yaml`), and one
-buffer to receive a micro-batch in where torch has one per micro-batch. TFLOPS that count recomputation are compared with
-FLOPs that do."""
+`strategy=mesh` (tensor parallelism under FSDP alone as `strategy=tensor_parallel`). A batch is the micro-batch of one
+copy of the model. Steps whose sequences are no whole number per GPU are two predictions with other numbers of
+micro-batches, continued in a straight line. Memory is converted to what Megatron and DeepSpeed keep: parameters in 16
+bit, one gradient each, optimizer state and a copy of the parameters in fp32 (`state_bytes` of
+`results/published/sources.yaml`), and one buffer to receive a micro-batch in where torch has one for each. TFLOPS that
+count recomputation are compared with FLOPs that do."""
 
 
 def list_layout_scores(scores: Sequence[Score]) -> list[Score]:
@@ -121,8 +121,8 @@ def format_layouts(counted: Sequence[Score]) -> list[str]:
     if correlations:
         mean = fmean(correlation.correlation for correlation in correlations)
         parts += [
-            f"Rank correlation (Spearman) of layouts of one model on one device, {MIN_LAYOUTS} or more: {mean:.2f} in the "
-            f"mean of {len(correlations)}.",
+            f"Rank correlation (Spearman) of layouts of one model on one device, {MIN_LAYOUTS} or more of them: "
+            f"{mean:.2f} in the mean of {len(correlations)}.",
             format_table(
                 ("source", "model", "device", "layouts", "rank correlation"),
                 (

@@ -1,9 +1,9 @@
 """Predictions of meshes as other software would have run them: micro-batches, receive buffers and states of Megatron.
 
-What is known to be different is converted, as TFLOPS that count recomputation are: a prediction is of torch's pieces,
-which receive every micro-batch of a step in buffers of their own (`bench.prediction.pipeline.predictor`) and keep
-gradients twice in a pipeline under DDP. Megatron and DeepSpeed receive one after the other, and keep parameters in 16 bit,
-gradients once, and a copy of parameters in fp32 beside the optimizer's state.
+What is known to be different is converted, as TFLOPS that count recomputation are. A prediction is of torch's pieces,
+which receive every micro-batch of a step in a buffer of its own (`bench.prediction.pipeline.predictor`), and keep
+gradients twice in a pipeline under DDP. Megatron and DeepSpeed receive one after the other, and keep parameters in 16
+bit, gradients once, and a copy of parameters in fp32 beside the optimizer's state.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ from bench.validation.mesh_words import continue_prediction
 from bench.validation.readings import Reading
 
 STATE_PARTS = ("parameters", "gradients", "optimizer")
-
-MEMORY_RANGES = ("allocated", "active", "reserved", "device_used", "wanted")
 
 
 def read_as_published(reading: Reading, predictions: tuple[Prediction, ...]) -> Prediction:
@@ -52,7 +50,14 @@ def _shift(memory: MemoryPrediction, difference: float) -> MemoryPrediction:
     def shift(predicted: PredictedRange) -> PredictedRange:
         return PredictedRange(predicted.value + difference, predicted.low + difference, predicted.high + difference)
 
-    shifted = dataclasses.replace(memory, **{name: shift(getattr(memory, name)) for name in MEMORY_RANGES})
+    shifted = dataclasses.replace(
+        memory,
+        allocated=shift(memory.allocated),
+        active=shift(memory.active),
+        reserved=shift(memory.reserved),
+        device_used=shift(memory.device_used),
+        wanted=shift(memory.wanted),
+    )
     if shifted.capacity is None:
         return shifted
     verdict = predict_fit(shifted.allocated, shifted.capacity, shifted.beside, finds_place=True)

@@ -1,8 +1,8 @@
 """Layouts of several kinds of parallelism as people print them: overrides of ``strategy=mesh``, and micro-batches.
 
-Batches of such rows are micro-batches of one copy of the model, whose ranks share its sequences. A run of the suite has a
-whole number of sequences per GPU; a published step often has not (2,048 sequences on 384 GPUs). Its time is then that of
-two runs with other numbers of micro-batches, continued in a straight line: the time of a schedule is a constant and so
+Batches of such rows are micro-batches of one copy of the model, whose ranks share its sequences. A run of the suite has
+a whole number of sequences per GPU; a published step often has not (2,048 sequences on 384 GPUs). Its time is then that
+of two runs with other numbers of micro-batches, continued in a straight line: a schedule takes a constant time, and so
 much per micro-batch.
 """
 

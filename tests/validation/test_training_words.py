@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from bench.validation.mesh_words import read_degrees
 from bench.validation.metrics import read_quantity
+from bench.validation.overrides import NotExpressibleError
 from bench.validation.printed_numbers import NoNumberError, parse_bytes, parse_count, parse_rate, parse_seconds
 from bench.validation.readings import Reading, read_line
 from bench.validation.training_words import (
-    NotExpressibleError,
     read_checkpointing,
-    read_degrees,
     read_gpu,
     read_precision,
     read_strategy,
@@ -88,6 +88,26 @@ def test_gpus_that_nothing_describes_are_refused(text: str) -> None:
         ("FSDP + QLoRA", "", 4, {"strategy": "fsdp1", "finetune": "qlora"}),
         ("FSDP2 + TP", "tp 4", 8, {"strategy": "tensor_parallel", "strategy.degree": "4"}),
         ("DDP", "TP1 PP1", 8, {"strategy": "ddp"}),
+        (
+            *("Megatron TP+PP+DP", "TP8 PP4, VP 3, FSDP 0", 64),
+            {
+                **{"strategy": "mesh", "strategy.tensor": "8", "strategy.pipeline": "4", "strategy.data": "ddp"},
+                **{"strategy.schedule": "interleaved_1f1b", "strategy.virtual_stages": "3"},
+            },
+        ),
+        (
+            *("Megatron-DeepSpeed", "DP2 TP4 PP8 ZeRO-1", 64),
+            {"strategy": "mesh", "strategy.tensor": "4", "strategy.pipeline": "8", "strategy.data": "zero1"},
+        ),
+        (
+            *("Megatron", "TP4 PP2 ZeRO-1", 8),
+            {"strategy": "mesh", "strategy.tensor": "4", "strategy.pipeline": "2", "strategy.data": "ddp"},
+        ),
+        ("FSDP + CP", "CP 4", 64, {"strategy": "mesh", "strategy.context": "4", "strategy.data": "fsdp"}),
+        (
+            *("Megatron, distributed optimizer", "tp1ep8pp1", 8),
+            {"strategy": "mesh", "strategy.expert": "8", "strategy.data": "ddp"},
+        ),
     ],
 )
 def test_strategies_are_found_by_their_words(strategy: str, sharding: str, gpus: int, expected: dict[str, str]) -> None:
@@ -98,9 +118,9 @@ def test_strategies_are_found_by_their_words(strategy: str, sharding: str, gpus:
     ("strategy", "sharding", "reason"),
     [
         ("FSDP2 + Async TP", "tp 8", "async TP"),
-        ("Megatron", "TP8 PP6", "tensor parallelism of 8 and pipeline parallelism of 6"),
-        ("FSDP + CP", "CP 4", "context parallelism of 4"),
-        ("FSDP + EP", "EP8", "expert parallelism of 8"),
+        ("Megatron", "TP8 PP6", "do not come to 64 GPUs"),
+        ("Megatron", "TP8 PP2 DP8", "do not come to 64 GPUs"),
+        ("Megatron", "FSDP 1, TP 2, PP 2", "Megatron-FSDP"),
         ("FSDP + TP", "", "degree of TP is not stated"),
         ("DeepSpeed", "", "stage of DeepSpeed's ZeRO is not stated"),
         ("ZeRO-1/2", "", "more than one stage"),

@@ -183,7 +183,7 @@ class MeshStrategy(Strategy):
 
     @property
     def timetable(self) -> Timetable | None:
-        """Which stages each rank runs; None for a model that is not cut into stages, nor its batch into micro-batches."""
+        """Which stages each rank runs; None where neither the model is cut into stages nor its batch into parts."""
         if self.micro_batches is None:
             return None
         assert self.virtual_stages is not None

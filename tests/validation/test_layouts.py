@@ -1,0 +1,130 @@
+"""Published layouts become meshes: their micro-batches, their memory, and the order that predictions put them in."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from bench.core.errors import ImpossibleError
+from bench.prediction.intervals import LAYOUTS
+from bench.prediction.predictor import predict_runs
+from bench.validation.interval_fit import list_residuals, name_row_class
+from bench.validation.layouts import compute_rank_correlation, list_rank_correlations
+from bench.validation.megatron_memory import compute_state_difference
+from bench.validation.mesh_words import count_ranks_per_copy, plan_micro_batches
+from bench.validation.readings import Reading, build_published_config, read_line
+from bench.validation.scores import Score, build_score
+
+LINE = {
+    **{"source_key": "", "figure_or_table": "", "source_url": "", "torch_version": "", "note": "global batch 16"},
+    **{"model": "gpt_tiny", "parameters": "", "strategy": "Megatron", "sharding": "TP2 PP2", "precision": "bf16_pure"},
+    **{"gpu": "A100-80GB", "gpu_count": "8", "sequence_length": "64", "batch_size_per_gpu": "1"},
+    **{"activation_checkpointing": "none", "metric": "tokens_per_second_per_gpu", "value": "1000", "unit": ""},
+}
+
+
+def read(**changed: str) -> Reading:
+    reading = read_line(1, {**LINE, **changed})
+    assert reading.reason is None, reading.reason
+    return reading
+
+
+def score(reading: Reading) -> Score:
+    return build_score(reading, *predict_runs([build_published_config(run) for run in reading.runs]))
+
+
+@pytest.mark.parametrize(
+    ("settings", "size", "count", "simulated"),
+    [
+        ({"strategy.tensor": "8"}, 1, 64, (64,)),
+        ({"strategy.tensor": "8"}, 1, 4, (8, 16)),
+        ({"strategy.tensor": "8", "strategy.pipeline": "12"}, 4, 128, (24, 48)),
+        ({"strategy.pipeline": "4", "strategy.schedule": "interleaved_1f1b"}, 4, 6, (4, 8)),
+    ],
+)
+def test_runs_that_stand_for_a_step_have_whole_batches(
+    settings: dict[str, str], size: int, count: int, simulated: tuple[int, ...]
+) -> None:
+    micro_batches = plan_micro_batches(settings, size, count)
+    ranks = count_ranks_per_copy(settings)
+    assert micro_batches.simulated == simulated
+    assert micro_batches.sequences_per_gpu == pytest.approx(size * count / ranks)
+    for run, number in zip(micro_batches.list_settings(ranks), simulated, strict=True):
+        assert int(run["batch_size_per_gpu"]) * ranks == size * number
+
+
+def test_a_step_continued_from_others_takes_as_long_as_it_is_predicted_to() -> None:
+    reading = read(note="global batch 64")
+    assert reading.micro_batches is not None
+    assert reading.micro_batches.count == 32 not in reading.micro_batches.simulated
+    (exact,) = predict_runs(
+        [
+            build_published_config(
+                tuple({**dict(reading.settings), "batch_size_per_gpu": "8", "strategy.micro_batches": "32"}.items())
+            )
+        ]
+    )
+    assert exact.time is not None
+    tokens_per_s = 8 * 64 / exact.time.step_s.value
+    assert score(reading).predicted_value == pytest.approx(tokens_per_s, rel=1e-6)
+
+
+def test_times_and_rates_of_one_step_are_the_same_statement() -> None:
+    rate, time = (score(read(metric=metric, unit="s")) for metric in ("samples_per_second", "step_time"))
+    assert rate.predicted_value * time.predicted_value == pytest.approx(16)
+
+
+def test_memory_is_that_of_software_that_keeps_states_as_megatron_does() -> None:
+    reading = dataclasses.replace(read(sharding="TP2 PP2 ZeRO-1"), state_bytes=(6.0, 12.0))
+    (prediction, *_) = predict_runs([reading.config])
+    parameters = prediction.memory.parts["parameters"] / 2
+    states = sum(prediction.memory.parts[part] for part in ("parameters", "gradients", "optimizer"))
+    assert compute_state_difference(reading, prediction.memory) == pytest.approx(parameters * (6 + 12 / 2) - states)
+
+
+def test_states_of_a_stage_are_divided_and_its_parameters_are_not() -> None:
+    readings = [read(sharding=f"TP1 PP2 {data}", gpu_count="16") for data in ("ZeRO-1", "no ZeRO")]
+    divided, whole = (prediction.memory.parts for prediction in predict_runs([item.config for item in readings]))
+    assert divided["parameters"] == whole["parameters"]
+    assert divided["gradients"] == whole["gradients"]
+    assert divided["optimizer"] < whole["optimizer"] / 2  # the table goes to one rank as a whole
+
+
+def test_without_a_pipeline_micro_batches_are_not_measured() -> None:
+    config = read(sharding="TP2 PP1 ZeRO-1", note="global batch 16").config
+    assert config.strategy.timetable is not None
+    with pytest.raises(ImpossibleError, match="mode=predict"):
+        dataclasses.replace(config, mode="measure")
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        ([1, 2, 3, 4], [10, 20, 30, 400], 1.0),
+        ([1, 2, 3, 4], [4, 3, 2, 1], -1.0),
+        ([1, 2, 3, 4], [1, 1, 1, 1], 0.0),
+        ([1, 2, 3, 4, 5], [2, 1, 4, 3, 5], 0.8),
+    ],
+)
+def test_rank_correlation_is_spearmans(first: list[float], second: list[float], expected: float) -> None:
+    assert compute_rank_correlation(first, second) == pytest.approx(expected)
+
+
+def test_layouts_of_one_model_are_put_in_order_by_speed_and_not_by_time() -> None:
+    shardings = ("TP1 PP2", "TP2 PP1 ZeRO-1", "TP2 PP2", "TP4 PP2")
+    scores = [score(read(sharding=sharding, metric="step_time", unit="s", value="1")) for sharding in shardings]
+    as_predicted = [
+        dataclasses.replace(item, quantity=dataclasses.replace(item.quantity, value=item.predicted_value))
+        for item in scores
+    ]
+    (entry,) = list_rank_correlations(as_predicted)
+    assert (entry.layouts, entry.correlation) == (4, pytest.approx(1.0))
+
+
+def test_layouts_have_intervals_of_their_own_and_noisy_rows_fit_none() -> None:
+    layout = score(read())
+    noisy = dataclasses.replace(layout, reading=dataclasses.replace(layout.reading, is_noisy=True))
+    assert name_row_class(layout) == LAYOUTS
+    assert len(list_residuals([layout], "step time", LAYOUTS)) == 1
+    assert list_residuals([noisy], "step time", LAYOUTS) == []
