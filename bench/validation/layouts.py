@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -63,7 +64,9 @@ def _name_model(score: Score) -> str:
     line, settings = score.reading.line, dict(score.reading.settings)
     shape = "x".join(settings.get(f"model.{name}", "") for name in ("hidden_size", "num_layers", "num_heads"))
     model = f"{line['model']} {shape}".rstrip("x ")
-    return f"{score.reading.source}\t{model}\t{score.hardware}\t{line['sequence_length']}\t{score.quantity.metric}"
+    table = line["figure_or_table"] if re.search(r"line \d+$", line["figure_or_table"] or "") else ""
+    measured = f"{line['sequence_length']}\t{score.quantity.metric}\t{table}"
+    return f"{score.reading.source}\t{model}\t{score.hardware}\t{measured}"
 
 
 def _name_run(score: Score) -> str:

@@ -79,6 +79,7 @@ class Reading:
     further_settings: tuple[tuple[tuple[str, str], ...], ...] = ()
     """Of the runs beside the first that `micro_batches` asks for."""
     state_bytes: tuple[float, float] | None = None
+    waits_for_sends: bool = False
     is_noisy: bool = False
     """Whether its authors say that runs of the same configuration are far apart."""
 
@@ -204,6 +205,7 @@ def read_line(row: int, line: PublishedLine) -> Reading:
         micro_batches=micro_batches,
         further_settings=tuple(further_settings),
         is_noisy=knowledge.spread > 0,
+        waits_for_sends=knowledge.waits_for_sends,
         state_bytes=knowledge.state_bytes if micro_batches is not None else None,
     )
 

@@ -17,7 +17,6 @@ from bench.prediction.intervals import DEVICE_USED as DEVICE_USED_METRIC
 from bench.prediction.intervals import STEP_TIME, classify_hardware, find_factors, find_rough_verdict, is_layout
 from bench.prediction.prediction import DOES_NOT_FIT, FITS, PredictedRange, Prediction
 from bench.prediction.predictor import predict_reentrant_peak, predict_runs
-from bench.validation.megatron_memory import read_as_published
 from bench.validation.metrics import (
     ACTIVE,
     ALLOCATED,
@@ -29,6 +28,7 @@ from bench.validation.metrics import (
     SPEED,
     Quantity,
 )
+from bench.validation.other_software import read_as_published
 from bench.validation.readings import Reading, build_published_config
 
 Item = TypeVar("Item")

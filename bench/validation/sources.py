@@ -8,7 +8,8 @@ An entry, and each of its rules, may have these keys:
 * ``is_size_checked: false``: the printed number of parameters is of something else. ``spread``: how far runs of one
   configuration are apart, as a share, by their authors' own words: such rows fit no intervals.
 * ``state_bytes``: of rows that are a mesh, bytes of parameters, gradients and what of the optimizer is not divided, and
-  bytes of what is, each per parameter: see `bench.validation.megatron_memory`.
+  bytes of what is, each per parameter: see `bench.validation.other_software`.
+* ``waits_for_sends: true``: stages of a pipeline compute nothing while they send and receive.
 * ``torch_version`` (with ``torch_source``): of rows whose own column does not say.
 * ``assumed``: what had to be assumed beyond the words of a row; a row with assumptions is rough.
 * ``complete: false``: all rows are rough. ``refuse``: rows are no runs of this suite, and why.
@@ -62,6 +63,7 @@ class SourceKnowledge:
     micro_batch: int | None = None
     global_batch: int | None = None
     state_bytes: tuple[float, float] | None = None
+    waits_for_sends: bool = False
     is_size_checked: bool = True
     spread: float = 0.0
     extra_memory: str | None = None

@@ -11,8 +11,8 @@ from bench.prediction.intervals import LAYOUTS
 from bench.prediction.predictor import predict_runs
 from bench.validation.interval_fit import list_residuals, name_row_class
 from bench.validation.layouts import compute_rank_correlation, list_rank_correlations
-from bench.validation.megatron_memory import compute_state_difference
 from bench.validation.mesh_words import count_ranks_per_copy, plan_micro_batches
+from bench.validation.other_software import compute_state_difference
 from bench.validation.readings import Reading, build_published_config, read_line
 from bench.validation.scores import Score, build_score
 

@@ -1,18 +1,22 @@
-"""Predictions of meshes as other software would have run them: micro-batches, receive buffers and states of Megatron.
+"""Predictions of meshes as other software would have run them: exchanges of stages, receive buffers and states.
 
 What is known to be different is converted, as TFLOPS that count recomputation are. A prediction is of torch's pieces,
 which receive every micro-batch of a step in a buffer of its own (`bench.prediction.pipeline.predictor`), and keep
 gradients twice in a pipeline under DDP. Megatron and DeepSpeed receive one after the other, and keep parameters in 16
-bit, gradients once, and a copy of parameters in fp32 beside the optimizer's state.
+bit, gradients once, and a copy of parameters in fp32 beside the optimizer's state. DeepSpeed's pipeline computes
+nothing while it sends or receives (``deepspeed/runtime/pipe/engine.py``), where torch's goes on.
 """
 
 from __future__ import annotations
 
 import dataclasses
 
-from bench.prediction.prediction import MemoryPrediction, PredictedRange, Prediction
+from bench.config.run_config import RunConfig
+from bench.prediction.cost.collectives import BROADCAST, CollectiveGroup, compute_collective_seconds
+from bench.prediction.prediction import MemoryPrediction, PredictedRange, Prediction, TimePrediction
 from bench.prediction.simulation.device_memory import predict_fit
-from bench.validation.mesh_words import continue_prediction
+from bench.strategies.step_plan import PIPELINE_GROUP
+from bench.validation.mesh_words import MicroBatches, continue_prediction
 from bench.validation.readings import Reading
 
 STATE_PARTS = ("parameters", "gradients", "optimizer")
@@ -23,6 +27,9 @@ def read_as_published(reading: Reading, predictions: tuple[Prediction, ...]) -> 
     if reading.micro_batches is None:
         return predictions[0]
     prediction = continue_prediction(predictions, reading.micro_batches)
+    if reading.waits_for_sends and prediction.time is not None:
+        waited_s = compute_waited_seconds(reading.config, reading.micro_batches)
+        prediction = dataclasses.replace(prediction, time=_add_waiting(prediction.time, waited_s))
     if reading.state_bytes is None:
         return prediction
     memory = prediction.memory
@@ -32,6 +39,25 @@ def read_as_published(reading: Reading, predictions: tuple[Prediction, ...]) -> 
         per_micro_batch = (predictions[1].memory.allocated.value - memory.allocated.value) / (more - few)
         difference -= max(0.0, per_micro_batch) * (few - 1)
     return dataclasses.replace(prediction, memory=_shift(memory, difference))
+
+
+def compute_waited_seconds(config: RunConfig, micro_batches: MicroBatches) -> float:
+    """Of a step in which a stage between others receives and sends hidden states, and their gradients, one after the
+    other, while it computes nothing. Every rank of a stage sends them whole, all at the same time."""
+    (dim,) = config.strategy.list_group_dims(PIPELINE_GROUP, config.gpus)
+    if dim.size == 1 or config.hardware.speeds is None:
+        return 0.0
+    is_in_node = 2 * dim.stride <= config.gpus_per_node
+    group = CollectiveGroup(2, 2) if is_in_node else CollectiveGroup(2, 1, min(config.gpus_per_node, dim.stride))
+    width: int = config.model.hidden_size  # type: ignore[attr-defined]
+    size = micro_batches.size * config.sequence_length * width * config.precision.compute_dtype.itemsize
+    return 4 * micro_batches.count * compute_collective_seconds(BROADCAST, size, group, config.hardware.speeds.links)
+
+
+def _add_waiting(time: TimePrediction, waited_s: float) -> TimePrediction:
+    step_s = PredictedRange(*(seconds + waited_s for seconds in (time.step_s.value, time.step_s.low, time.step_s.high)))
+    exposed_s = time.exposed_communication_s + waited_s
+    return dataclasses.replace(time, step_s=step_s, exposed_communication_s=exposed_s)
 
 
 def compute_state_difference(reading: Reading, memory: MemoryPrediction) -> float:
