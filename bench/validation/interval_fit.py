@@ -6,6 +6,9 @@ on either side, the quantile of residuals of the group that needs most. A margin
 `MARGINS` with which, if each source in turn (for devices without training rows: each device in turn, too) takes no
 part, `TARGET_COVERAGE` of the rows left out lie within the interval of the others.
 
+Layouts of several kinds of parallelism have an interval of their own for step time. None for memory: their rows are
+of software that keeps other things than torch does, and say nothing of how well torch's memory is predicted.
+
 Steps in which the allocator may have to retry are left out: these have an interval of their own, from no retries to as
 many as are likely.
 """
@@ -217,7 +220,8 @@ def _borrow_from_other_memory(factors: Mapping[str, dict[str, dict[str, FittedIn
 
 
 def _fit_metric(scores: Sequence[Score], metric: str) -> dict[str, dict[str, FittedInterval]]:
-    residuals = {name: list_residuals(scores, metric, name) for name in (COMPLETE, ROUGH, LAYOUTS)}
+    row_classes = (COMPLETE, ROUGH, *([LAYOUTS] if metric == STEP_TIME else []))
+    residuals = {name: list_residuals(scores, metric, name) for name in row_classes}
     classes: dict[str, dict[str, FittedInterval]] = {}
     for device_class, is_device_left_out in ((TRAINING_ROWS, False), (MICROBENCHMARKS, True)):
         classes[device_class] = _fit_row_classes(residuals, is_device_left_out=is_device_left_out)
@@ -248,7 +252,7 @@ def _fit_row_classes(
         fitted[ROUGH] = FittedInterval(
             **{**rough.__dict__, "low": min(rough.low, complete.low), "high": max(rough.high, complete.high)}
         )
-    layouts = _fit_layouts(residuals[LAYOUTS], complete, is_device_left_out=is_device_left_out)
+    layouts = _fit_layouts(residuals.get(LAYOUTS, ()), complete, is_device_left_out=is_device_left_out)
     return fitted if layouts is None else fitted | {LAYOUTS: layouts}
 
 
