@@ -30,14 +30,15 @@ def read_as_published(reading: Reading, predictions: tuple[Prediction, ...]) -> 
     if reading.waits_for_sends and prediction.time is not None:
         waited_s = compute_waited_seconds(reading.config, reading.micro_batches)
         prediction = dataclasses.replace(prediction, time=_add_waiting(prediction.time, waited_s))
-    if reading.state_bytes is None:
-        return prediction
-    memory = prediction.memory
-    difference = compute_state_difference(reading, memory)
-    if len(predictions) > 1:
+    memory, difference = prediction.memory, 0.0
+    if reading.state_bytes is not None:
+        difference += compute_state_difference(reading, memory)
+    if reading.receives_in_turn and len(predictions) > 1:
         few, more = reading.micro_batches.simulated
         per_micro_batch = (predictions[1].memory.allocated.value - memory.allocated.value) / (more - few)
         difference -= max(0.0, per_micro_batch) * (few - 1)
+    if not difference:
+        return prediction
     return dataclasses.replace(prediction, memory=_shift(memory, difference))
 
 

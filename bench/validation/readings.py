@@ -80,6 +80,7 @@ class Reading:
     """Of the runs beside the first that `micro_batches` asks for."""
     state_bytes: tuple[float, float] | None = None
     waits_for_sends: bool = False
+    receives_in_turn: bool = False
     is_noisy: bool = False
     """Whether its authors say that runs of the same configuration are far apart."""
 
@@ -206,6 +207,7 @@ def read_line(row: int, line: PublishedLine) -> Reading:
         further_settings=tuple(further_settings),
         is_noisy=knowledge.spread > 0,
         waits_for_sends=knowledge.waits_for_sends,
+        receives_in_turn=knowledge.receives_in_turn or knowledge.state_bytes is not None,
         state_bytes=knowledge.state_bytes if micro_batches is not None else None,
     )
 

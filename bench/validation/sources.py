@@ -10,6 +10,7 @@ An entry, and each of its rules, may have these keys:
 * ``state_bytes``: of rows that are a mesh, bytes of parameters, gradients and what of the optimizer is not divided, and
   bytes of what is, each per parameter: see `bench.validation.other_software`.
 * ``waits_for_sends: true``: stages of a pipeline compute nothing while they send and receive.
+* ``receives_in_turn: true``: they have one buffer to receive in, as all of those with ``state_bytes`` have.
 * ``torch_version`` (with ``torch_source``): of rows whose own column does not say.
 * ``assumed``: what had to be assumed beyond the words of a row; a row with assumptions is rough.
 * ``complete: false``: all rows are rough. ``refuse``: rows are no runs of this suite, and why.
@@ -64,6 +65,7 @@ class SourceKnowledge:
     global_batch: int | None = None
     state_bytes: tuple[float, float] | None = None
     waits_for_sends: bool = False
+    receives_in_turn: bool = False
     is_size_checked: bool = True
     spread: float = 0.0
     extra_memory: str | None = None

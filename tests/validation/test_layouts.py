@@ -12,7 +12,8 @@ from bench.prediction.predictor import predict_runs
 from bench.validation.interval_fit import list_residuals, name_row_class
 from bench.validation.layouts import compute_rank_correlation, list_rank_correlations
 from bench.validation.mesh_words import count_ranks_per_copy, plan_micro_batches
-from bench.validation.other_software import compute_state_difference
+from bench.validation.metrics import Quantity
+from bench.validation.other_software import compute_state_difference, compute_waited_seconds
 from bench.validation.readings import Reading, build_published_config, read_line
 from bench.validation.scores import Score, build_score
 
@@ -81,6 +82,26 @@ def test_memory_is_that_of_software_that_keeps_states_as_megatron_does() -> None
     parameters = prediction.memory.parts["parameters"] / 2
     states = sum(prediction.memory.parts[part] for part in ("parameters", "gradients", "optimizer"))
     assert compute_state_difference(reading, prediction.memory) == pytest.approx(parameters * (6 + 12 / 2) - states)
+
+
+def test_software_that_receives_in_turn_has_one_buffer_for_all_micro_batches() -> None:
+    reading = dataclasses.replace(read(note="global batch 256"), receives_in_turn=True)
+    few, more = (run.memory.allocated.value for run in predict_runs([*map(build_published_config, reading.runs)]))
+    assert reading.micro_batches is not None
+    assert reading.micro_batches.simulated == (4, 8)
+    memory = score(dataclasses.replace(reading, quantity=Quantity("peak_memory_allocated", 1e9))).predicted_value
+    assert memory == pytest.approx(few - 3 * (more - few) / 4)
+
+
+def test_a_pipeline_that_waits_for_its_sends_takes_longer_by_them() -> None:
+    reading = read(metric="step_time", unit="s")
+    waiting = dataclasses.replace(reading, waits_for_sends=True)
+    assert reading.micro_batches is not None
+    waited_s = compute_waited_seconds(reading.config, reading.micro_batches)
+    assert waited_s > 0
+    assert score(waiting).predicted_value == pytest.approx(score(reading).predicted_value + waited_s)
+    twice = dataclasses.replace(reading.micro_batches, count=2 * reading.micro_batches.count)
+    assert compute_waited_seconds(reading.config, twice) == pytest.approx(2 * waited_s)
 
 
 def test_states_of_a_stage_are_divided_and_its_parameters_are_not() -> None:
