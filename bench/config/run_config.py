@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from bench.config.global_batch import MAX_ACCUMULATION, GlobalBatch, parse_global_batch, require_accumulation
+from bench.config.rehearsal import Rehearsal
 from bench.config.run_id import (
     ADDED_FIELD_DEFAULTS,
     DEFAULT_SETTLING_S,
@@ -43,7 +44,7 @@ from bench.strategies import (
 EVIDENCE_BY_MODE = {"measure": "measured", "rehearse": "rehearsed", "predict": "predicted"}
 """Modes and the evidence their rows carry."""
 
-SECTION_NAMES = ("model", "strategy", "precision", "optimizer", "hardware", "measurement", "finetune")
+SECTION_NAMES = ("model", "strategy", "precision", "optimizer", "hardware", "measurement", "finetune", "rehearse")
 """Fields of `RunConfig` with fields of their own."""
 
 CHUNKED_LOSS = "chunked"
@@ -120,6 +121,7 @@ class RunConfig:
     """What blocks keep for backward waits in the memory of the machine around the device."""
     gradient_clip_norm: Annotated[float | None, Within(0, 1e38, exclusive_minimum=True)] = None
     """Scale all gradients together so that their norm is at most this before the optimizer's step; null: leave them."""
+    rehearse: Rehearsal = field(default_factory=Rehearsal)
     expandable_segments: bool = False
     """torch's caching allocator grows segments by pages (``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``)."""
 
@@ -128,6 +130,10 @@ class RunConfig:
             raise ImpossibleError(
                 f"mode={self.mode} is not valid for strategy={self.strategy.name}, of which nobody has stated what a "
                 f"rank alone would keep and wait for: choose mode={' or '.join(self.strategy.supported_modes)}."
+            )
+        if self.rehearse.rank is not None and not self.is_rehearsed:
+            raise invalid_value_error(
+                "rehearse.rank", self.rehearse.rank, f"null with mode={self.mode}, or mode=rehearse", ImpossibleError
             )
         if self.is_rehearsed and self.devices_per_process > 1:
             raise ImpossibleError(
@@ -342,6 +348,11 @@ class RunConfig:
         return EVIDENCE_BY_MODE[self.mode]
 
     @property
+    def rehearsed_rank(self) -> int:
+        """The number of the rank that runs where one alone does."""
+        return self.strategy.find_rehearsed_rank(self.rehearse.rank, self.gpus)
+
+    @property
     def is_predicted(self) -> bool:
         return self.mode == "predict"
 
@@ -415,7 +426,12 @@ def build_run_config(raw: dict[str, Any]) -> RunConfig:
     UsageError
         Naming the field, the value and the valid choices.
     """
-    raw = {"finetune": {"name": "full"}, **ADDED_FIELD_DEFAULTS, **raw}  # rows of before there was a choice do not say
+    raw = {
+        "finetune": {"name": "full"},
+        "rehearse": {"rank": None},
+        **ADDED_FIELD_DEFAULTS,
+        **raw,
+    }  # rows of before there was a choice do not say
     section_classes: dict[str, type] = {
         "model": load_family(_get_plugin_name(raw, "model", "family")),
         "strategy": load_strategy(_get_plugin_name(raw, "strategy", "name")),
@@ -424,6 +440,7 @@ def build_run_config(raw: dict[str, Any]) -> RunConfig:
         "hardware": Hardware,
         "measurement": Measurement,
         "finetune": load_finetune(str(raw["finetune"].get("name"))),
+        "rehearse": Rehearsal,
     }
     raw["strategy"] = {
         **get_added_strategy_knobs(raw["strategy"]),
