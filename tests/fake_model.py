@@ -16,7 +16,6 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -138,12 +137,6 @@ class FakeModel(Family):
 
     def find_block_lists(self, model: nn.Module) -> Sequence[nn.ModuleList]:
         return [model.get_submodule("blocks")]  # type: ignore[list-item]
-
-    def run_blocks(self, blocks: Sequence[nn.Module], *args: Any, **kwargs: Any) -> Any:
-        (hidden,) = args
-        for block in blocks:
-            hidden = block(hidden)
-        return hidden
 
     def count_flops_per_sequence(self, sequence_length: int) -> FlopCount:
         return FlopCount(FLOPS_PER_TOKEN * sequence_length, 0, FLOPS_PER_TOKEN * sequence_length // 4, 0)

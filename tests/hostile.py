@@ -13,8 +13,10 @@ from typing import Any
 import yaml
 from hypothesis import strategies as st
 
-from bench.config.compose import CONF_FOLDER, list_config_groups
-from bench.config.run_config import SECTION_NAMES, Measurement, RunConfig
+from bench.config.groups import list_config_groups
+from bench.config.measurement import Measurement
+from bench.config.run_config import SECTION_NAMES, RunConfig
+from bench.core.option_files import CONF_FOLDER, find_option_file
 from bench.core.plugins import find_plugin_class
 from bench.core.precision import Precision
 from bench.core.typed_config import FieldType, format_override_value, get_field_types, parse_type_hint
@@ -100,7 +102,6 @@ def find_option_class(group: str, values: dict[str, Any]) -> Any:
 @functools.cache
 def list_option_fields(group: str, option: str) -> dict[str, FieldType | None]:
     """Keys as typed of all fields of an option, with what is known of their values."""
-    values = yaml.safe_load((CONF_FOLDER / group / f"{option}.yaml").read_text())
     if group == "sweep":
         return {
             "sweep.repeats": parse_type_hint(REPEATS_HINT),
@@ -108,6 +109,7 @@ def list_option_fields(group: str, option: str) -> dict[str, FieldType | None]:
             "sweep.grids": None,
             "sweep.name": None,
         }
+    values = yaml.safe_load(find_option_file(group, option).read_text())
     return dict(_walk_fields(group, find_option_class(group, values), values))
 
 
@@ -193,6 +195,7 @@ def draw_overrides(draw: st.DrawFn, within: tuple[str, ...] = (), max_fields: in
         "hardware": "a100_80gb",
         "cluster": "local",
         "tracker": "wandb" if within else "none",
+        "network": "reference",
         "sweep": "adhoc",
     }
     typed = [f"{group}={option}" for group, option in chosen_options.items()]

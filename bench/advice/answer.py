@@ -11,15 +11,8 @@ from bench.advice.budget import TrainingBudget
 from bench.advice.candidates import CandidateSet, build_candidates
 from bench.advice.question import AdviceQuestion
 from bench.advice.ranking import CandidateRanking, RankedCandidate, rank_with_last_resort
-from bench.advice.sentence import (
-    MEMORY_PART_LABELS,
-    MODEL_STATE_PARTS,
-    describe_advice,
-    format_gib,
-    format_strategy,
-    join_items,
-    list_warnings,
-)
+from bench.advice.sentence import describe_advice, list_warnings
+from bench.advice.wording import MEMORY_PART_LABELS, MODEL_STATE_PARTS, format_gib, format_strategy, join_items
 from bench.config.compose import compose_config
 from bench.config.grid import RunSettings
 from bench.config.run_config import RunConfig, build_run_config

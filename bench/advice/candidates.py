@@ -10,9 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from bench.config.compose import compose_config, list_config_groups
+from bench.config.compose import compose_config
 from bench.config.global_batch import parse_global_batch
 from bench.config.grid import RunSettings
+from bench.config.groups import list_config_groups
 from bench.config.run_config import EVIDENCE_BY_MODE, RunConfig, build_run_config
 from bench.core.errors import ImpossibleError, invalid_value_error
 from bench.core.precision import Precision

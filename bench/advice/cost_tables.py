@@ -11,7 +11,7 @@ from rich.table import Table
 from bench.advice.answer import AdviceSection
 from bench.advice.budget import TrainingBudget
 from bench.advice.ranking import RankedCandidate
-from bench.advice.sentence import format_strategy
+from bench.advice.wording import format_strategy
 from bench.core.presentation import MISSING, format_number
 
 CandidateColumn = tuple[str, bool, Callable[[RankedCandidate], str]]

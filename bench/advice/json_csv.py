@@ -15,8 +15,10 @@ from typing import Any
 
 from bench.advice.answer import AdviceAnswer, AdviceSection, RuleComparison
 from bench.advice.budget import COST_KEYS, TrainingBudget
+from bench.advice.misfits import describe_misfit, list_notes
 from bench.advice.ranking import RankedCandidate
-from bench.advice.sentence import describe_assumed_network, describe_misfit, format_overrides, list_notes
+from bench.advice.sentence import describe_assumed_network
+from bench.advice.wording import format_overrides
 from bench.config.grid import RunSettings
 from bench.config.price import CostTerms
 from bench.config.run_config import RunConfig

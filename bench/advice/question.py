@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from bench.advice.budget import TrainingBudget
-from bench.config.compose import compose_config, list_override_values, parse_overrides
+from bench.config.compose import compose_config
 from bench.config.flop_conventions import FLOP_CONVENTIONS
 from bench.config.grid import RunSettings
+from bench.config.hydra_calls import list_override_values, parse_overrides
 from bench.config.price import parse_cost_terms
 from bench.core.command_line import PlainConsole, build_parser, require_path
 from bench.core.errors import UsageError, invalid_value_error, require_choice

@@ -10,7 +10,8 @@ from typing import Any
 
 from bench.advice.candidates import Candidate, CandidateSet, list_last_resort_candidates
 from bench.config.grid import RunSettings
-from bench.config.run_config import RunConfig, compute_speed_columns
+from bench.config.run_config import RunConfig
+from bench.config.speed_columns import compute_speed_columns
 from bench.core.errors import ImpossibleError, UsageError
 from bench.planning.batch_search import BatchTrial, search_largest_batches
 from bench.planning.run_predictions import RunPrediction, Unpredictable, predict_configs
@@ -122,6 +123,11 @@ class CandidateRanking:
     """Why there is no prediction of some, and of how many."""
 
     @property
+    def best_candidate(self) -> RankedCandidate:
+        """The best of those that are predicted to fit, or of all where it is too close to call for each."""
+        return next((candidate for candidate in self.possible if candidate.does_fit), self.top_candidate)
+
+    @property
     def top_candidate(self) -> RankedCandidate:
         """The best, or what is nearest to fitting."""
         return (self.possible or self.infeasible)[0]
@@ -186,22 +192,54 @@ def rank_candidates(candidates: Sequence[Candidate]) -> CandidateRanking:
 
 
 def _find_largest_batches(configs: Sequence[RunConfig]) -> list[int | None]:
-    """Sequences per GPU that fit, 0 if not even one does; None where the memory is unknown or nothing is predicted."""
+    """Sequences per GPU that fit, 0 if not even one does; None where the memory is unknown or nothing is predicted.
+
+    The search goes by what is allocated, which grows linearly with the batch. Then the allocator is replayed for what
+    was found: where a block finds no place, smaller batches are tried.
+    """
     searches = search_largest_batches(
         [_begin_search(config) for config in configs],
-        lambda sized_configs: [_read_trial(prediction) for prediction in predict_configs(sized_configs)],
+        lambda sized_configs: [
+            _read_trial(prediction) for prediction in predict_configs(sized_configs, replay_allocator=False)
+        ],
     )
-    return [None if search.is_aborted else search.largest_batch_size or 0 for search in searches]
+    sizes = [None if search.is_aborted else search.largest_batch_size or 0 for search in searches]
+    untried = [index for index, size in enumerate(sizes) if size]
+    for step in SHARES_OF_LARGEST_BATCH:
+        predictions = predict_configs([configs[index].resize_batch(sizes[index] or 0) for index in untried])
+        untried = [
+            index
+            for index, prediction in zip(untried, predictions, strict=True)
+            if not isinstance(prediction, Unpredictable) and prediction.memory.verdict not in (FITS, None)
+        ]
+        for index in untried:
+            sizes[index] = _find_smaller_batch(configs[index], sizes[index] or 0, step)
+        untried = [index for index in untried if sizes[index]]
+    for index in untried:
+        sizes[index] = 0
+    return sizes
+
+
+SHARES_OF_LARGEST_BATCH = (0.97, 0.94, 0.88, 0.76, 0.5, 0.25, 0.0)
+"""Of one batch size, what is tried next if no place is found for it."""
+
+
+def _find_smaller_batch(config: RunConfig, size: int, share: float) -> int:
+    """The largest batch size that a run may have of at most a share of another, 0 if there is none."""
+    sizes = config.valid_batch_sizes or range(0, size, config.strategy.batch_size_multiple)
+    return max((smaller for smaller in sizes if smaller <= size * share), default=0)
 
 
 def _begin_search(config: RunConfig) -> RunConfig:
-    """With the batch to try first: where training state leaves half of the memory several sequences fit almost always,
-    and what a batch of one costs, which is traced by itself, need not be known."""
+    """With the batch to try first: several sequences where training state leaves memory for them, since what a batch of
+    one costs is traced by itself, and need not be known then."""
     smallest, hardware = _find_smallest_batch(config), config.hardware
     state_bytes = TRAINING_STATE_BYTES * config.model.num_parameters / config.strategy.resolved_sharding_factor
-    if not config.valid_batch_sizes and hardware.memory_gb is not None and state_bytes < hardware.memory_gb * 1e9 / 2:
-        with contextlib.suppress(ImpossibleError):  # more tokens than a run may have
-            return config.resize_batch(FIRST_SEQUENCES * smallest)
+    if config.valid_batch_sizes or hardware.memory_gb is None or state_bytes >= hardware.memory_gb * 1e9:
+        return config.resize_batch(smallest)
+    num_sequences = FIRST_SEQUENCES if state_bytes < hardware.memory_gb * 1e9 / 2 else FIRST_SEQUENCES // 2
+    with contextlib.suppress(ImpossibleError):  # more tokens than a run may have
+        return config.resize_batch(num_sequences * smallest)
     return config.resize_batch(smallest)
 
 
@@ -219,7 +257,7 @@ def _read_trial(prediction: RunPrediction) -> BatchTrial | None:
     if isinstance(prediction, Unpredictable) or prediction.memory.capacity is None:
         return None
     memory = prediction.memory
-    return BatchTrial(memory.reserved.value if memory.verdict == FITS else None, memory.capacity)
+    return BatchTrial(memory.allocated.high, memory.capacity, memory.verdict == FITS)
 
 
 def _compute_rank_key(candidate: RankedCandidate) -> tuple[bool, float, float]:

@@ -12,20 +12,17 @@ from rich.text import Text
 from bench.advice.answer import AdviceAnswer, AdviceSection, RuleComparison
 from bench.advice.budget import TrainingBudget
 from bench.advice.cost_tables import CandidateColumn, build_cost_table, list_budget_columns
+from bench.advice.misfits import count_state_bytes, describe_misfit, is_too_large_at_any_batch, list_notes
 from bench.advice.ranking import CandidateRanking, RankedCandidate
-from bench.advice.sentence import (
+from bench.advice.sentence import describe_assumed_network
+from bench.advice.wording import (
     MEMORY_PART_LABELS,
     NO_RESHARD_SUFFIX,
-    count_state_bytes,
-    describe_assumed_network,
-    describe_misfit,
     describe_missing_time,
     format_gib,
     format_overrides,
     format_percent,
     format_strategy,
-    is_too_large_at_any_batch,
-    list_notes,
 )
 from bench.config.flop_conventions import compute_convention_tflops
 from bench.config.run_config import RunConfig

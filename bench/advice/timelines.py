@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from bench.advice.ranking import RankedCandidate
-from bench.advice.sentence import describe_missing_time, format_overrides, format_strategy
+from bench.advice.wording import describe_missing_time, format_overrides, format_strategy
 from bench.core import presentation
 from bench.core.errors import UsageError
 from bench.prediction.predictor import predict_run

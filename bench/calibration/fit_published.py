@@ -16,8 +16,9 @@ from typing import Any
 
 import yaml
 
-from bench.calibration.published.device_fit import DeviceFit, fit_devices
+from bench.calibration.published.device_fit import DeviceFit
 from bench.calibration.published.devices import find_architecture
+from bench.calibration.published.fitting import fit_devices
 from bench.calibration.published.page import PAGE_PATH, build_page
 from bench.calibration.published.yaml_text import set_values
 from bench.config.compose import compose_config

@@ -20,7 +20,8 @@ from bench.calibration.noise import Disturbance, ProcessorWait, find_disturbance
 from bench.calibration.processes import CalibrationProcess, run_local_processes
 from bench.calibration.sample import CalibrationSample
 from bench.calibration.steps import measure_steps
-from bench.config.compose import compose_config, list_override_values, parse_overrides
+from bench.config.compose import compose_config
+from bench.config.hydra_calls import list_override_values, parse_overrides
 from bench.config.run_config import build_run_config
 from bench.core.command_line import build_parser, require_path
 from bench.core.errors import UsageError, invalid_value_error, require_choice
@@ -172,7 +173,7 @@ def _ignore_progress(text: str) -> None:
 
 def _describe_processes(process_count: int, collective_samples: list[CalibrationSample]) -> str:
     nodes = max((-(-sample.ranks // sample.ranks_per_node) for sample in collective_samples), default=1)
-    return f"{process_count} processes on {nodes} node{'s' * (nodes > 1)}"
+    return f"{process_count} process{'es' * (process_count > 1)} on {nodes} node{'s' * (nodes > 1)}"
 
 
 # --- The command line of ``bench.calibrate``.

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from importlib import resources
 
 from bench.checks.runs import NOT_RUN, SHORT_RUN_SETTINGS, CheckResult, CheckRun
-from bench.config.compose import compose_config, list_config_groups
+from bench.config.compose import compose_config
+from bench.config.groups import list_config_groups
 from bench.hardware.detect import DetectedDevice
 from bench.strategies import load_strategy
 

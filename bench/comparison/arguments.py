@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.comparison.comparing import ComparisonSettings
+from bench.comparison.result import ComparisonSettings
 from bench.config.flop_conventions import FLOP_CONVENTIONS, add_flops_option, read_flops_option
 from bench.core.command_line import build_parser, parse_path_argument
 from bench.core.errors import UsageError, require_choice

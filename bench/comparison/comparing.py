@@ -10,6 +10,14 @@ import numpy as np
 
 from bench.comparison import hosts, timing
 from bench.comparison.hosts import MACHINE_FACTS, SOFTWARE_FACTS, EnvironmentDifference
+from bench.comparison.notes import (
+    format_sentence,
+    list_drift_warnings,
+    list_left_out,
+    list_notes,
+    list_other_differences,
+)
+from bench.comparison.pairing import ConfigurationRuns, pair_runs
 from bench.comparison.result import (
     ALLOCATED,
     CANNOT_TELL,
@@ -28,198 +36,10 @@ from bench.comparison.result import (
     RunComparison,
     UnmatchedConfiguration,
     find_worst_verdict,
-    format_percent,
     name_configurations,
 )
 from bench.comparison.timing import StepTimes
 from bench.records import Record
-from bench.records.matching import ConfigKey, build_run_key, encode_config_key
-
-PUBLISHED = "published"
-
-
-@dataclass(frozen=True)
-class ConfigurationRuns:
-    """The runs of one configuration; those of a side that does not have it are none."""
-
-    question: ConfigKey
-    evidence: str
-    base: tuple[Record, ...]
-    candidate: tuple[Record, ...]
-
-    @property
-    def representative_row(self) -> Record:
-        """A row that names the configuration: one that knows most, as a run that failed early knows little."""
-        return max((*self.candidate, *self.base), key=lambda row: sum(value is not None for value in row.values()))
-
-
-def pair_runs(base: Iterable[Record], candidate: Iterable[Record]) -> list[ConfigurationRuns]:
-    """Every configuration of either side, in the order it is first met.
-
-    Rows match that have the same kind of evidence and ask the same (`matching.build_run_key`). Where a side has such
-    rows of several devices, they match device by device if the other side has any of them: rows of an A100 and an H100
-    are not repeats of one another.
-    """
-    sides = [_group_by_question(rows) for rows in (base, candidate)]
-    pairs = []
-    for key in dict.fromkeys((*sides[0], *sides[1])):
-        rows = [side.get(key, []) for side in sides]
-        question = build_run_key((rows[0] or rows[1])[0])
-        assert question is not None
-        for base_rows, candidate_rows in _match_devices(*rows):
-            pairs.append(ConfigurationRuns(question, key[0], tuple(base_rows), tuple(candidate_rows)))
-    return pairs
-
-
-def select_matchable_rows(records: Iterable[Record]) -> list[Record]:
-    """The rows that have a configuration to match by, each once though two folders may hold it, in order of time."""
-    rows_by_attempt = {
-        (row["run_id"], row.get("attempt"), row.get("started_at")): row
-        for row in records
-        if row["evidence"] != PUBLISHED and build_run_key(row) is not None
-    }
-    return sorted(rows_by_attempt.values(), key=lambda row: (row.get("started_at") or "", row.get("repeat") or 0))
-
-
-def _group_by_question(rows: Iterable[Record]) -> dict[tuple[str, str], list[Record]]:
-    """Rows by kind of evidence and what they ask, in order of time."""
-    rows_by_question: dict[tuple[str, str], list[Record]] = {}
-    for row in select_matchable_rows(rows):
-        rows_by_question.setdefault((row["evidence"], encode_config_key(build_run_key(row) or {})), []).append(row)
-    return rows_by_question
-
-
-def _match_devices(base: list[Record], candidate: list[Record]) -> list[tuple[list[Record], list[Record]]]:
-    """The rows of both sides, device by device where they share some and there is more than one."""
-    rows_by_device = [group_by_device(rows) for rows in (base, candidate)]
-    shared_devices = [device for device in rows_by_device[0] if device in rows_by_device[1]]
-    if not shared_devices or len(rows_by_device[0]) == len(rows_by_device[1]) == 1:
-        return [(base, candidate)]
-    no_rows: list[Record] = []
-    base_only = [(rows, no_rows) for device, rows in rows_by_device[0].items() if device not in shared_devices]
-    candidate_only = [(no_rows, rows) for device, rows in rows_by_device[1].items() if device not in shared_devices]
-    return (
-        [(rows_by_device[0][device], rows_by_device[1][device]) for device in shared_devices]
-        + base_only
-        + candidate_only
-    )
-
-
-def group_by_device(rows: Sequence[Record]) -> dict[str, list[Record]]:
-    """Rows by device; one that does not say (it failed early) joins the only device of its hardware description."""
-    device_names: dict[str, set[str]] = {}
-    for row in rows:
-        if row.get("gpu_name"):
-            device_names.setdefault(str(row.get("hardware")), set()).add(row["gpu_name"])
-    rows_by_device: dict[str, list[Record]] = {}
-    for row in rows:
-        hardware = str(row.get("hardware"))
-        known_names = device_names.get(hardware, set())
-        device = row.get("gpu_name") or (next(iter(known_names)) if len(known_names) == 1 else hardware)
-        rows_by_device.setdefault(device, []).append(row)
-    return rows_by_device
-
-
-# --- What a comparison says beside its verdicts: what did not count, what else differs, all of it in one sentence.
-
-SIDES = ("base", "candidate")
-
-
-def list_left_out(pair: ConfigurationRuns) -> list[str]:
-    """What of a configuration's runs does not count, in words."""
-    notes = []
-    for side, rows in (("base", pair.base), ("candidate", pair.candidate)):
-        num_degraded = sum(bool(row.get("degraded")) for row in rows)
-        if num_degraded:
-            notes.append(f"{num_degraded} of {len(rows)} {side} runs degraded: time left out")
-        status_counts = Counter(row["status"] for row in rows if row["status"] in timing.NO_RESULT_STATUSES)
-        notes += [f"{count} of {len(rows)} {side} runs {status}: no result" for status, count in status_counts.items()]
-    return notes
-
-
-def list_other_differences(sides: Sequence[Sequence[Record]]) -> list[str]:
-    """Differences that are no part of a configuration and may matter all the same."""
-    notes = []
-    step_counts = [
-        {((row.get("config") or {}).get("measurement") or {}).get("steps") for row in side} for side in sides
-    ]
-    if step_counts[0] != step_counts[1] and all(None not in side for side in step_counts):
-        count_texts = [" and ".join(sorted(str(count) for count in side)) for side in step_counts]
-        notes.append(f"timed steps per run: {count_texts[0]}, now {count_texts[1]}")
-    concurrent_runs = [max((row.get("concurrent_runs") or 0 for row in side), default=0) for side in sides]
-    if concurrent_runs[0] != concurrent_runs[1]:
-        notes.append(f"other runs of the store at the same time: up to {concurrent_runs[0]}, now {concurrent_runs[1]}")
-    step_flops = [{(row.get("flops") or {}).get("model") for row in side} - {None} for side in sides]
-    if all(step_flops) and step_flops[0] != step_flops[1]:
-        notes.append("a step's FLOPs are counted otherwise than before: TFLOPS do not follow the time")
-    return notes
-
-
-def list_notes(base: Sequence[Record], candidate: Sequence[Record]) -> tuple[str, ...]:
-    """What of both sides is not compared at all."""
-    num_published = sum(row["evidence"] == PUBLISHED for row in (*base, *candidate))
-    return (f"{num_published} published rows left out: nobody runs them again",) if num_published else ()
-
-
-def list_drift_warnings(
-    pairs: Sequence[ConfigurationRuns], rows: Sequence[ComparedConfiguration], overall: Sequence[OverallComparison]
-) -> tuple[str, ...]:
-    """A word of caution where a time changed and the two sides were not run in turn: a machine may change as well."""
-    time_changes = [row.get(STEP_TIME.column) for row in rows] + [
-        kind_overall.get(STEP_TIME.column) for kind_overall in overall
-    ]
-    run_pairs = [pair for pair in pairs if pair.evidence != "predicted"]
-    if not run_pairs or not any(change and change.verdict in (REGRESSION, IMPROVEMENT) for change in time_changes):
-        return ()
-    start_times = [
-        sorted(str(row.get("started_at")) for pair in run_pairs for row in getattr(pair, side)) for side in SIDES
-    ]
-    if start_times[0][-1] >= start_times[1][0] and start_times[1][-1] >= start_times[0][0]:
-        return ()
-    return (
-        "one side was run after the other had ended: if the machine changed its speed in between, it looks the same. "
-        "Runs of base and candidate in turn would tell",
-    )
-
-
-def format_sentence(
-    verdict: str,
-    rows: Sequence[ComparedConfiguration],
-    overall: Sequence[OverallComparison],
-    machine_differences: Sequence[EnvironmentDifference],
-    is_comparable: bool,
-    settings: ComparisonSettings,
-) -> str:
-    """The verdict in one sentence."""
-    if not rows:
-        return "Nothing to compare: base and candidate have no configuration in common."
-    if not is_comparable:
-        reason = "the machines differ" if machine_differences else "no configuration has a result on both sides"
-        return f"Nothing comparable: {reason}" + (
-            " (--across-machines compares anyway)." if machine_differences else "."
-        )
-    verdict_labels = {
-        REGRESSION: "Regression",
-        IMPROVEMENT: "Improvement",
-        NO_CHANGE: "No change",
-        CANNOT_TELL: "Cannot tell",
-    }
-    parts = [f"{sum(row.verdict == listed_verdict for row in rows)} {listed_verdict}" for listed_verdict in VERDICTS]
-    counts_text = ", ".join(part for part in parts if not part.startswith("0 "))
-    text = f"{verdict_labels[verdict]}. Of {len(rows)} configuration{'' if len(rows) == 1 else 's'}: {counts_text}."
-    for kind_overall in overall:
-        time_change = kind_overall.get(STEP_TIME.column)
-        if time_change is not None and time_change.change is not None:
-            interval_text = ""
-            if time_change.low is not None and time_change.high is not None:
-                ends_text = f"{format_percent(time_change.low)} to {format_percent(time_change.high)}"
-                interval_text = f" ({format_percent(settings.confidence, signed=False)} interval {ends_text})"
-            evidence_text = "" if len(overall) == 1 else f" ({kind_overall.evidence})"
-            text += f" Step time{evidence_text} {format_percent(time_change.change)}{interval_text}."
-    return text
-
-
-# --- Base against candidate: every configuration judged, and all of them together. Pure functions.
 
 OTHER_MACHINE_REASON = "different machines"
 OTHER_DEVICE_REASON = "memory and status depend on the device"

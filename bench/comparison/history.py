@@ -13,8 +13,8 @@ import ruptures
 from scipy import stats
 
 from bench.comparison import hosts, timing
-from bench.comparison.comparing import group_by_device, select_matchable_rows
 from bench.comparison.hosts import MACHINE_FACTS, SOFTWARE_FACTS, EnvironmentDifference
+from bench.comparison.pairing import group_by_device, select_matchable_rows
 from bench.comparison.result import (
     CANNOT_TELL,
     IMPROVEMENT,

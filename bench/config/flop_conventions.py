@@ -135,7 +135,7 @@ def compute_convention_tflops(
     UsageError
         If there is no such convention, or its formula is not for this model.
     """
-    from bench.config.run_config import compute_speed_columns
+    from bench.config.speed_columns import compute_speed_columns
 
     columns = compute_speed_columns(config, step_time_s)
     sequences = config.batch_size_per_gpu * config.gradient_accumulation

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from bench.config.compose import find_option_file, list_presets
+from bench.config.groups import list_presets
 from bench.config.run_config import RunConfig
 from bench.core.errors import UsageError, invalid_value_error
+from bench.core.option_files import find_option_file
 from bench.core.typed_config import OneOf, TextRule, Within, build_dataclass, read_plain_yaml, validate_value
 
 PRICE_GROUP = "price"

@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from bench.config.global_batch import MAX_ACCUMULATION, GlobalBatch, parse_global_batch, require_accumulation
+from bench.config.measurement import Measurement, fill_measurement_defaults
 from bench.config.rehearsal import Rehearsal
+from bench.config.run_checks import check_run
 from bench.config.run_id import (
     ADDED_FIELD_DEFAULTS,
-    DEFAULT_SETTLING_S,
     compute_run_id,
     get_added_strategy_knobs,
     get_fields,
@@ -27,19 +28,13 @@ from bench.core.typed_config import OneOf, Within, build_dataclass, get_field_ty
 from bench.finetune import Finetune, FullFinetune, load_finetune
 from bench.hardware import Hardware
 from bench.hardware.hardware_file import convert_earlier_attention
-from bench.models import Family, float8, load_family
-from bench.models.base import SEQUENCE_LENGTH_RANGE, find_checkpointing_budget
-from bench.models.checkpointing import CHECKPOINTING_MODES, VALID_CHECKPOINTING
+from bench.models import Family, load_family
+from bench.models.base import SEQUENCE_LENGTH_RANGE
+from bench.models.checkpointing import VALID_CHECKPOINTING
 from bench.models.checkpointing_budget import count_recomputed_flops
-from bench.models.chunked_loss import DEFAULT_LOSS_CHUNKS, check_chunked_loss
+from bench.models.chunked_loss import DEFAULT_LOSS_CHUNKS
 from bench.optimizers import OptimizerConfig, load_optimizer
-from bench.strategies import (
-    StepSettings,
-    Strategy,
-    format_float8_strategies,
-    load_strategy,
-    require_whole_replicas,
-)
+from bench.strategies import Strategy, load_strategy
 
 EVIDENCE_BY_MODE = {"measure": "measured", "rehearse": "rehearsed", "predict": "predicted"}
 """Modes and the evidence their rows carry."""
@@ -56,33 +51,6 @@ UNRECORDED_FIELDS = ("requested", "global_batch")
 
 RANK_COUNT_BOUNDS = Within(1, 2**17)
 """More than any cluster has: beyond it a plan takes more than seconds."""
-
-MAX_TOKENS_PER_PROCESS = 2**27
-"""Of one micro-batch in one process."""
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """How a run is timed."""
-
-    warmup_steps: Annotated[int, Within(2, 10**6)]
-    """Optimizer steps before timing starts: at least 2, for the allocator and DDP's bucket rebuild."""
-    steps: Annotated[int, Within(1, 10**6)]
-    """Optimizer steps that are timed."""
-    profile: bool
-    """Add a profiled pass after the timed one: writes a trace and the share of exposed communication."""
-    min_warmup_s: Annotated[float | None, Within(0, 3600, unit="seconds")] = 0.0
-    """Seconds of steps before timing, at least, after the first `warmup_steps`; null for what the device needs."""
-    min_timed_s: Annotated[float | None, Within(0, 3600, unit="seconds")] = 0.0
-    """Seconds of steps that are timed, at least; null for what the device needs."""
-
-
-@functools.cache  # the same object for the same values, which `bench.config.run_id` relies on to be quick
-def fill_measurement_defaults(measurement: Measurement, device: str) -> Measurement:
-    """The same with every null filled in for a kind of device."""
-    values = get_fields(measurement)
-    unset_fields = [name for name in DEFAULT_SETTLING_S if values[name] is None]
-    return Measurement(**{**values, **{name: DEFAULT_SETTLING_S[name].get(device, 0.0) for name in unset_fields}})
 
 
 @dataclass(frozen=True)
@@ -126,92 +94,7 @@ class RunConfig:
     """torch's caching allocator grows segments by pages (``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``)."""
 
     def __post_init__(self) -> None:
-        if self.mode not in self.strategy.supported_modes:
-            raise ImpossibleError(
-                f"mode={self.mode} is not valid for strategy={self.strategy.name}, of which nobody has stated what a "
-                f"rank alone would keep and wait for: choose mode={' or '.join(self.strategy.supported_modes)}."
-            )
-        if self.rehearse.rank is not None and not self.is_rehearsed:
-            raise invalid_value_error(
-                "rehearse.rank", self.rehearse.rank, f"null with mode={self.mode}, or mode=rehearse", ImpossibleError
-            )
-        if self.is_rehearsed and self.devices_per_process > 1:
-            raise ImpossibleError(
-                f"mode=rehearse is not valid for strategy={self.strategy.name}, which drives all devices from one "
-                "process, so that the first cannot run alone: choose mode=predict or measure."
-            )
-        unsteady_steps = self.strategy.first_steady_step - 1
-        if not self.is_predicted and self.measurement.warmup_steps < unsteady_steps:
-            valid_values = (
-                f"at least {unsteady_steps}, since so many steps of strategy={self.strategy.name} are not like the "
-                "later"
-            )
-            raise invalid_value_error(
-                "measurement.warmup_steps", self.measurement.warmup_steps, valid_values, ImpossibleError
-            )
-        if not self.is_predicted and self.measurement.steps < self.strategy.step_period:
-            valid_values = (
-                f"at least {self.strategy.step_period}, since so many steps of strategy={self.strategy.name} are one "
-                "period"
-            )
-            raise invalid_value_error("measurement.steps", self.measurement.steps, valid_values, ImpossibleError)
-        if self.gpus > self.gpus_per_node and self.gpus % self.gpus_per_node:
-            valid_values = f"a multiple of gpus_per_node={self.gpus_per_node}, or fewer"
-            raise invalid_value_error("gpus", self.gpus, valid_values, ImpossibleError)
-        if self.sequences_per_rank * self.sequence_length > MAX_TOKENS_PER_PROCESS:
-            valid_values = f"fewer sequences, or shorter ones: at most {MAX_TOKENS_PER_PROCESS} tokens in one process"
-            raise invalid_value_error("batch_size_per_gpu", self.batch_size_per_gpu, valid_values, ImpossibleError)
-        if self.expandable_segments and self.hardware.device == "cpu":
-            raise ImpossibleError(
-                "expandable_segments=true is not valid on a CPU, which has no caching allocator: choose false."
-            )
-        self.model.check_sequence_length(self.sequence_length)
-        self.model.check_run(self.precision, self.gpus)
-        if self.model.communicates:
-            require_whole_replicas(self.strategy, self.model)
-            if self.finetune.name != "full":
-                raise invalid_value_error(
-                    "finetune", self.finetune.name, f"full, for model={self.model.name}", ImpossibleError
-                )
-        self.strategy.check_model(self.model, self.batch_size_per_gpu, self.sequence_length)
-        self.strategy.check_device(self.hardware.device)
-        if self.precision.uses_float8:
-            if not self.strategy.takes_float8:
-                raise ImpossibleError(
-                    f"precision={self.precision.name} is not valid for strategy={self.strategy.name}: choose bf16, or "
-                    f"strategy {format_float8_strategies()}."
-                )
-            float8.require_torchao(self.precision)
-        self.strategy.check_precision(self.precision)
-        self.strategy.check_optimizer(self.optimizer.name, self.optimizer.implementation)
-        self.optimizer.check_tensors(self.strategy.name, self.strategy.updated_tensor_kind)
-        self.optimizer.check_offloaded_state(self.strategy.name, self.strategy.offloaded_state)
-        self.strategy.check_finetune(self.finetune.name, self.finetune.quantised_bits)
-        if self.activation_offload and self.compile:
-            raise ImpossibleError(
-                "activation_offload=true is not valid with compile=true, whose blocks keep what the compiler chooses: "
-                "choose false."
-            )
-        if find_checkpointing_budget(self.activation_checkpointing) is not None and self.compile:
-            raise ImpossibleError(
-                f"activation_checkpointing={self.activation_checkpointing} is not valid with compile=true, whose "
-                f"compiled operators are not those of the model: choose {', '.join(CHECKPOINTING_MODES)}."
-            )
-        if self.loss_chunks is not None:
-            check_chunked_loss(self.model)
-        self.finetune.check(self.model, self.precision, self.hardware.device)
-        self.strategy.check_step(
-            StepSettings(
-                self.gradient_accumulation,
-                self.gradient_accumulation_sync,
-                self.optimizer.keep_gradients,
-                self.compile,
-                self.precision,
-                self.loss_chunks is not None,
-                self.activation_offload,
-                self.finetune.name,
-            )
-        )
+        check_run(self)
 
     @property
     def hardware_flops_per_sequence(self) -> int:
@@ -516,35 +399,3 @@ def _follow_global_batch(raw: dict[str, Any], scalars: dict[str, Any], model: Fa
     )
     require_accumulation(global_batch, raw.get("gradient_accumulation"), accumulation)
     return {"gradient_accumulation": accumulation, "global_batch": global_batch}
-
-
-# --- What follows from the time of a step: rates of FLOPs and tokens.
-
-
-def compute_speed_columns(config: RunConfig, step_time_s: float) -> dict[str, Any]:
-    """The columns of a row that follow from the time of an optimizer step, in seconds.
-
-    TFLOP/s per rank count the model's own FLOPs, or all that the device executes, recomputation included; MFU and HFU
-    are their shares of the dense peak of the precision, None where that is unknown. The causal columns are the model's
-    FLOPs with half of the scores where attention is causal.
-    """
-    sequences = config.batch_size_per_gpu * config.gradient_accumulation
-    flop_count = config.trained_model.count_flops_per_sequence(config.sequence_length)
-    model_flops = sequences * flop_count.model_flops
-    hardware_flops = sequences * config.hardware_flops_per_sequence
-    tflops, hardware_tflops = (flops / step_time_s / 1e12 for flops in (model_flops, hardware_flops))
-    peak_tflops = config.hardware.peak_tflops.get(config.precision.peak)
-    causal_flops = sequences * flop_count.causal_model_flops
-    causal_tflops = causal_flops / step_time_s / 1e12
-    tokens = sequences * config.model.count_tokens_per_sequence(config.sequence_length)
-    return {
-        "tflops_per_gpu": tflops,
-        "hardware_tflops_per_gpu": hardware_tflops,
-        "causal_tflops_per_gpu": causal_tflops,
-        "mfu": tflops / peak_tflops if peak_tflops else None,
-        "causal_mfu": causal_tflops / peak_tflops if peak_tflops else None,
-        "hfu": hardware_tflops / peak_tflops if peak_tflops else None,
-        "tokens_per_second_per_gpu": tokens / step_time_s,
-        "step_time_median_s": step_time_s,
-        "flops": {"model": model_flops, "hardware": hardware_flops, "causal": causal_flops},
-    }

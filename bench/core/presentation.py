@@ -364,9 +364,13 @@ def format_count(value: float | None) -> str:
 
 def format_ranks(world_size: int | None, device: str | None) -> str:
     """A world size in words: ``4 GPUs``, ``1 process``; a CPU process is never called a GPU."""
-    if world_size is None:
-        return "world size not stated"
-    return f"{world_size} {get_rank_noun(device) if world_size == 1 else get_rank_nouns(device)}"
+    return "world size not stated" if world_size is None else format_world_sizes([world_size], device)
+
+
+def format_world_sizes(world_sizes: Sequence[int], device: str | None, max_items: int = 6) -> str:
+    """Several of them: ``1, 2, 4 GPUs``."""
+    noun = get_rank_noun(device) if list(world_sizes) == [1] else get_rank_nouns(device)
+    return f"{format_list([str(size) for size in world_sizes], max_items)} {noun}"
 
 
 def get_rank_noun(device: str | None) -> str:

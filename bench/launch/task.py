@@ -42,7 +42,7 @@ def search_largest_batch(config: RunConfig, attempt_run: Callable[[RunConfig], R
         if record is None or record["status"] not in FINISHED_STATUSES:
             return None
         peak_bytes = None if record["status"] == "oom" else record["peak_reserved_bytes"]
-        return BatchTrial(peak_bytes, config.hardware.memory_limit_bytes)
+        return BatchTrial(peak_bytes, config.hardware.memory_limit_bytes, fits=peak_bytes is not None)
 
     (search,) = search_largest_batches([config], lambda configs: map(try_batch, configs))
     return search.largest_batch_size

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from bench.core import plugins
-from bench.core.errors import ImpossibleError
+from bench.core.errors import ImpossibleError, invalid_value_error
 from bench.core.precision import Precision
 from bench.core.typed_config import OneOf, Within
 from bench.core.units import MIB
@@ -236,9 +236,13 @@ class Family(ABC):
     def find_block_lists(self, model: nn.Module) -> Sequence[nn.ModuleList]:
         """The lists of repeated blocks, in the order they run: what strategies wrap and checkpoint one by one."""
 
-    @abstractmethod
     def run_blocks(self, blocks: Sequence[nn.Module], *args: Any, **kwargs: Any) -> Any:
-        """Run several blocks as if they were one, with the call the model makes for one block."""
+        """Run several blocks as if they were one, with the call the model makes for one block: by default the hidden
+        states, its first argument, are handed from block to block."""
+        hidden, *rest = args
+        for block in blocks:
+            hidden = block(hidden, *rest, **kwargs)
+        return hidden
 
     @abstractmethod
     def count_flops_per_sequence(self, sequence_length: int) -> FlopCount:
@@ -345,6 +349,13 @@ def find_undivided_attention_reason(attention: str, layer_types: Sequence[str] =
     if any(kind != "full_attention" for kind in layer_types):
         return "which has layers with a sliding window, whose mask no form of context parallelism here has"
     return ""
+
+
+def require_predicted_positions(sequence_length: int, block_size: int) -> None:
+    """Raise `ImpossibleError` unless a sequence has a next token to predict and as many positions as there are."""
+    if not 2 <= sequence_length <= block_size:
+        valid = f"a whole number from 2 to model.block_size={block_size}"
+        raise invalid_value_error("sequence_length", sequence_length, valid, ImpossibleError)
 
 
 def list_dividing_families() -> list[str]:

@@ -3,17 +3,140 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+import dataclasses
+from dataclasses import dataclass
+from typing import Annotated, Any, Self
 
 import torch
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel
 
+from bench.core.errors import invalid_value_error
+from bench.core.typed_config import Within
+from bench.models.base import (
+    BlockCount,
+    DropoutRate,
+    HeadCount,
+    LayerWidth,
+    TokenCount,
+    find_undivided_attention_reason,
+    require_predicted_positions,
+)
 from bench.models.division import SEQUENCE_SHARD, LayerDivision, PipelineStageModule, build_sequence_split
+from bench.models.pretrained import PretrainedFamily, shorten_list
 
 HEAD_DIM = 2
 """The dimension of queries and keys, before they are transposed, that counts heads."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderFamily(PretrainedFamily):
+    """Decoders whose attention and gated feed-forward layers are called as Llama's."""
+
+    vocabulary_size: TokenCount
+    block_size: TokenCount
+    """Longest sequence that the model was made for."""
+    hidden_size: LayerWidth
+    num_layers: BlockCount
+    num_heads: HeadCount
+    intermediate_size: LayerWidth
+    """Width of the feed-forward layer, or of an expert, whose gate is as wide."""
+    num_kv_heads: Annotated[int | None, Within(1, 4096)] = None
+    """Heads of keys and values, each shared by as many of queries; null for `num_heads`."""
+    head_size: Annotated[int | None, Within(2, 2**16)] = None
+    """Width of a head; null for hidden_size / num_heads."""
+    tie_embeddings: bool = False
+    """The head over the vocabulary shares the embedding's weight."""
+    architecture: str
+    """As transformers calls it (`model_type`)."""
+    sliding_window: Annotated[int | None, Within(1, 10**7)] = None
+    """Tokens that layers with a sliding window attend to; null for all."""
+    dropout: DropoutRate = 0.0
+    """Of attention's weights."""
+    layer_types: tuple[str, ...] | None = None
+    """Of a shortened model: which of its layers have a sliding window; null as the architecture has them."""
+
+    def __post_init__(self) -> None:
+        if self.head_size is None and self.hidden_size % self.num_heads:
+            raise invalid_value_error(
+                "model.num_heads", self.num_heads, f"a divisor of model.hidden_size={self.hidden_size}"
+            )
+        if self.num_heads % self._num_kv_heads:
+            raise invalid_value_error(
+                "model.num_kv_heads", self.num_kv_heads, f"a divisor of model.num_heads={self.num_heads}"
+            )
+
+    @property
+    def _num_kv_heads(self) -> int:
+        return self.num_kv_heads or self.num_heads
+
+    @property
+    def _head_size(self) -> int:
+        return self.head_size or self.hidden_size // self.num_heads
+
+    def _list_config_fields(self) -> dict[str, Any]:
+        """Arguments of transformers' configuration."""
+        return {
+            "vocab_size": self.vocabulary_size,
+            "max_position_embeddings": self.block_size,
+            "hidden_size": self.hidden_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self._num_kv_heads,
+            "head_dim": self._head_size,
+            "intermediate_size": self.intermediate_size,
+            "tie_word_embeddings": self.tie_embeddings,
+            "sliding_window": self.sliding_window,
+            "attention_dropout": self.dropout,
+            "bos_token_id": 0,
+            "eos_token_id": 0,
+            "pad_token_id": None,
+            **({} if self.layer_types is None else {"layer_types": list(self.layer_types)}),
+        }
+
+    def limit_blocks(self, max_blocks: int, period: int = 1) -> Self | None:
+        """None where more than the first layer differ from those that repeat."""
+        num_layers = min(max_blocks, self.num_layers)
+        if not self._has_repeated_blocks:
+            return None
+        layer_types = getattr(self.build_config(), "layer_types", None)
+        return dataclasses.replace(
+            self,
+            num_layers=num_layers,
+            layer_types=None if layer_types is None else tuple(shorten_list(layer_types, num_layers, period)),
+        )
+
+    def check_sequence_length(self, sequence_length: int) -> None:
+        """At least 2, since a label is the next token, and at most the positions that the model was made for."""
+        require_predicted_positions(sequence_length, self.block_size)
+
+    def list_divided_sizes(self, sequence_length: int, *, sequence_parallel: bool) -> dict[str, int]:
+        """Heads, those of keys and values too, and `intermediate_size`; the last rank's part of the vocabulary may be
+        smaller."""
+        sizes = {
+            "model.num_heads": self.num_heads,
+            "model.num_kv_heads": self._num_kv_heads,
+            "model.intermediate_size": self.intermediate_size,
+        }
+        return sizes | {"sequence_length": sequence_length} if sequence_parallel else sizes
+
+    def build_layer_division(self, model: nn.Module, *, sequence_parallel: bool) -> LayerDivision:
+        return build_decoder_division(model, self.find_block_lists(model)[0], sequence_parallel=sequence_parallel)
+
+    def find_undivided_sequence_reason(self) -> str:
+        return find_undivided_attention_reason(self.attention, self.list_layer_types())
+
+    @property
+    def num_blocks(self) -> int | None:
+        return self.num_layers
+
+    def build_stage(self, model: nn.Module, blocks: range) -> PipelineStageModule:
+        """The first stage embeds, the last one has the final norm and the head."""
+        return DecoderPipelineStage(model, blocks)
+
+    def find_stage_input_shapes(self, block: int, sequence_length: int) -> tuple[tuple[int, int], ...]:
+        return ((sequence_length, self.hidden_size),)
 
 
 def build_decoder_division(model: nn.Module, blocks: nn.ModuleList, *, sequence_parallel: bool) -> LayerDivision:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import nn
@@ -93,12 +93,6 @@ class DHENFamily(Family):
 
     def find_block_lists(self, model: nn.Module) -> Sequence[nn.ModuleList]:
         return [model.get_submodule("layers")]  # type: ignore[list-item]
-
-    def run_blocks(self, blocks: Sequence[nn.Module], *args: Any, **kwargs: Any) -> Any:
-        (hidden,) = args
-        for block in blocks:
-            hidden = block(hidden)
-        return hidden
 
     def count_flops_per_sequence(self, sequence_length: int) -> FlopCount:
         """With m embeddings of width d, hidden widths a (attention), p (dot products) and h (perceptrons): per layer

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
-from bench.core.errors import ImpossibleError, invalid_value_error
+from bench.core.errors import invalid_value_error
 from bench.core.typed_config import OneOf, Within
 from bench.models.base import (
     IGNORED_LABEL,
@@ -25,6 +25,7 @@ from bench.models.base import (
     LayerWidth,
     TokenCount,
     find_undivided_attention_reason,
+    require_predicted_positions,
 )
 from bench.models.division import (
     SEQUENCE_SHARD,
@@ -114,13 +115,6 @@ class GPTFamily(Family):
         """The one list of blocks."""
         return [model.get_submodule("transformer.h")]  # type: ignore[list-item]
 
-    def run_blocks(self, blocks: Sequence[nn.Module], *args: Any, **kwargs: Any) -> Any:
-        """Hand the hidden states from block to block."""
-        hidden, *rest = args
-        for block in blocks:
-            hidden = block(hidden, *rest, **kwargs)
-        return hidden
-
     def find_undivided_sequence_reason(self) -> str:
         return find_undivided_attention_reason(self.attention)
 
@@ -158,9 +152,7 @@ class GPTFamily(Family):
 
     def check_sequence_length(self, sequence_length: int) -> None:
         """At least 2, since a label is the next token, and at most the number of positions."""
-        if not 2 <= sequence_length <= self.block_size:
-            valid = f"a whole number from 2 to model.block_size={self.block_size}"
-            raise invalid_value_error("sequence_length", sequence_length, valid, ImpossibleError)
+        require_predicted_positions(sequence_length, self.block_size)
 
     def list_divided_sizes(self, sequence_length: int, *, sequence_parallel: bool) -> dict[str, int]:
         """Heads, and the width of the feed-forward layer; the last rank's part of the vocabulary may be smaller."""

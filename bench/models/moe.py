@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
-from torch import nn
-
 from bench.core.errors import ImpossibleError, invalid_value_error
 from bench.core.typed_config import OneOf, Within
-from bench.models.base import (
-    BlockCount,
-    DropoutRate,
-    FlopCount,
-    HeadCount,
-    LayerWidth,
-    TokenCount,
-    find_undivided_attention_reason,
-)
-from bench.models.decoder import DecoderPipelineStage, build_decoder_division
-from bench.models.division import LayerDivision, PipelineStageModule
+from bench.models.base import FlopCount
+from bench.models.decoder import DecoderFamily
 from bench.models.experts import ROUTINGS, Routing
-from bench.models.pretrained import PretrainedFamily, shorten_list
 
 EXPERT_COUNT_FIELDS = {
     "mixtral": "num_local_experts",
@@ -38,28 +25,14 @@ DIVIDED_ARCHITECTURES = ("mixtral", "qwen3_moe")
 ExpertCount = Annotated[int, Within(1, 4096)]
 
 
-@dataclass(frozen=True)
-class MixtureOfExpertsFamily(PretrainedFamily):
-    vocabulary_size: TokenCount
-    block_size: TokenCount
-    """Longest sequence that the model was made for."""
-    hidden_size: LayerWidth
-    num_layers: BlockCount
-    num_heads: HeadCount
-    intermediate_size: LayerWidth
-    """Width of an expert, whose gate is as wide."""
+@dataclass(frozen=True, kw_only=True)
+class MixtureOfExpertsFamily(DecoderFamily):
     num_experts: ExpertCount
     """In every layer, of which each token goes to `experts_per_token`."""
     experts_per_token: ExpertCount
-    num_kv_heads: Annotated[int | None, Within(1, 4096)] = None
-    """Heads of keys and values, each shared by as many of queries; null for `num_heads`."""
     head_size: Annotated[int | None, Within(2, 2**16)] = None
     """Width of a head; null for hidden_size / num_heads. DeepSeek's: what is not rotated of it, and of the values."""
-    tie_embeddings: bool = False
-    """The head over the vocabulary shares the embedding's weight."""
     architecture: Annotated[str, OneOf(*EXPERT_COUNT_FIELDS)] = "mixtral"
-    sliding_window: Annotated[int | None, Within(1, 10**7)] = None
-    """Tokens that layers with a sliding window attend to; null for all."""
     num_shared_experts: Annotated[int, Within(0, 4096)] = 0
     """DeepSeek's: experts that every token goes to."""
     num_dense_layers: Annotated[int, Within(0, 512)] = 0
@@ -75,10 +48,6 @@ class MixtureOfExpertsFamily(PretrainedFamily):
     experts more popular."""
     routing_skew: Annotated[float, Within(0, 10)] = 1.0
     """Exponent of Zipf's law for the popularity of experts at ``routing=skewed``; 0: all as popular."""
-    dropout: DropoutRate = 0.0
-    """Of attention's weights."""
-    layer_types: tuple[str, ...] | None = None
-    """Of a shortened model: which of its layers have a sliding window; null as the architecture has them."""
 
     preload_modules: ClassVar[tuple[str, ...]] = ("transformers.models.mixtral.modeling_mixtral",)
     can_divide_expert_layers: ClassVar[bool] = True
@@ -88,26 +57,11 @@ class MixtureOfExpertsFamily(PretrainedFamily):
             raise invalid_value_error(
                 "model.experts_per_token", self.experts_per_token, f"at most model.num_experts={self.num_experts}"
             )
-        if self.head_size is None and self.hidden_size % self.num_heads:
-            raise invalid_value_error(
-                "model.num_heads", self.num_heads, f"a divisor of model.hidden_size={self.hidden_size}"
-            )
-        if self.num_heads % self._num_kv_heads:
-            raise invalid_value_error(
-                "model.num_kv_heads", self.num_kv_heads, f"a divisor of model.num_heads={self.num_heads}"
-            )
+        super().__post_init__()
         if self.architecture == "deepseek_v2":
             for name in ("kv_rank", "rotary_size"):
                 if getattr(self, name) is None:
                     raise invalid_value_error(f"model.{name}", None, "a number, for model.architecture=deepseek_v2")
-
-    @property
-    def _num_kv_heads(self) -> int:
-        return self.num_kv_heads or self.num_heads
-
-    @property
-    def _head_size(self) -> int:
-        return self.head_size or self.hidden_size // self.num_heads
 
     def _build_routing(self) -> Routing:
         return Routing(self.routing, self.routing_skew)
@@ -115,30 +69,15 @@ class MixtureOfExpertsFamily(PretrainedFamily):
     def build_config(self) -> Any:
         from transformers import AutoConfig
 
-        fields: dict[str, Any] = {
-            "vocab_size": self.vocabulary_size,
-            "max_position_embeddings": self.block_size,
-            "hidden_size": self.hidden_size,
-            "num_hidden_layers": self.num_layers,
-            "num_attention_heads": self.num_heads,
-            "num_key_value_heads": self._num_kv_heads,
-            "head_dim": self._head_size,
-            "tie_word_embeddings": self.tie_embeddings,
-            "sliding_window": self.sliding_window,
-            "attention_dropout": self.dropout,
+        fields = self._list_config_fields() | {
             "num_experts_per_tok": self.experts_per_token,
             EXPERT_COUNT_FIELDS[self.architecture]: self.num_experts,
-            "intermediate_size": self.intermediate_size,
-            "bos_token_id": 0,
-            "eos_token_id": 0,
-            "pad_token_id": None,
         }
         if self.architecture == "qwen3_moe":
             fields["moe_intermediate_size"] = self.intermediate_size
         elif self.architecture == "gpt_oss" and self.sliding_window is None:
-            fields |= {"layer_types": ["full_attention"] * self.num_layers, "sliding_window": self.block_size}
-        if self.layer_types is not None:
-            fields["layer_types"] = list(self.layer_types)
+            fields.setdefault("layer_types", ["full_attention"] * self.num_layers)
+            fields["sliding_window"] = self.block_size
         if self.architecture == "deepseek_v2":
             fields |= {
                 "head_dim": self.rotary_size,
@@ -154,18 +93,6 @@ class MixtureOfExpertsFamily(PretrainedFamily):
                 "topk_method": "greedy",
             }
         return AutoConfig.for_model(self.architecture, **fields)
-
-    def limit_blocks(self, max_blocks: int, period: int = 1) -> MixtureOfExpertsFamily | None:
-        """None where more than the first layer differ from those that repeat."""
-        num_layers = min(max_blocks, self.num_layers)
-        if not self._has_repeated_blocks:
-            return None
-        layer_types = getattr(self.build_config(), "layer_types", None)
-        return dataclasses.replace(
-            self,
-            num_layers=num_layers,
-            layer_types=None if layer_types is None else tuple(shorten_list(layer_types, num_layers, period)),
-        )
 
     def count_flops_per_sequence(self, sequence_length: int) -> FlopCount:
         """Of attention, of the router, and of the experts that each token goes to; scores over the full square.
@@ -208,16 +135,10 @@ class MixtureOfExpertsFamily(PretrainedFamily):
             ),
         )
 
-    def check_sequence_length(self, sequence_length: int) -> None:
-        """At least 2, since a label is the next token, and at most the positions that the model was made for."""
-        if not 2 <= sequence_length <= self.block_size:
-            valid = f"a whole number from 2 to model.block_size={self.block_size}"
-            raise invalid_value_error("sequence_length", sequence_length, valid, ImpossibleError)
-
     def find_undivided_sequence_reason(self) -> str:
         if self.architecture == "deepseek_v2":
             return "whose values are narrower than its keys"
-        return find_undivided_attention_reason(self.attention, self.list_layer_types())
+        return super().find_undivided_sequence_reason()
 
     def list_divided_sizes(self, sequence_length: int, *, sequence_parallel: bool) -> dict[str, int]:
         """Heads, those of keys and values too, and the width of the experts; the last rank's part of the vocabulary may
@@ -227,24 +148,4 @@ class MixtureOfExpertsFamily(PretrainedFamily):
                 f"model.architecture={self.architecture} is not valid with tensor parallelism, whose division of its "
                 f"attention nobody has stated: choose {' or '.join(DIVIDED_ARCHITECTURES)}, or expert parallelism."
             )
-        sizes = {
-            "model.num_heads": self.num_heads,
-            "model.num_kv_heads": self._num_kv_heads,
-            "model.intermediate_size": self.intermediate_size,
-        }
-        return sizes | {"sequence_length": sequence_length} if sequence_parallel else sizes
-
-    def build_layer_division(self, model: nn.Module, *, sequence_parallel: bool) -> LayerDivision:
-        """Of attention, embedding and head; experts are whole."""
-        return build_decoder_division(model, self.find_block_lists(model)[0], sequence_parallel=sequence_parallel)
-
-    @property
-    def num_blocks(self) -> int:
-        return self.num_layers
-
-    def build_stage(self, model: nn.Module, blocks: range) -> PipelineStageModule:
-        """The first stage embeds, the last one has the final norm and the head."""
-        return DecoderPipelineStage(model, blocks)
-
-    def find_stage_input_shapes(self, block: int, sequence_length: int) -> tuple[tuple[int, int], ...]:
-        return ((sequence_length, self.hidden_size),)
+        return super().list_divided_sizes(sequence_length, sequence_parallel=sequence_parallel)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from bench.config.run_config import RunConfig
 from bench.core.errors import ImpossibleError
@@ -14,10 +15,11 @@ from bench.core.errors import ImpossibleError
 class BatchTrial:
     """What running or predicting one batch size showed."""
 
-    reserved_bytes: float | None
-    """Peak memory; None if it does not fit."""
+    peak_bytes: float | None
+    """Peak memory; None if it does not fit, and nobody knows by how much."""
     limit_bytes: int | None
     """Memory there is, if known."""
+    fits: bool
 
 
 @dataclass
@@ -27,6 +29,8 @@ class BatchSearch:
     config: RunConfig
     peaks_by_size: dict[int, float | None] = dataclasses.field(default_factory=dict)
     """Batch size to peak memory in bytes, None if it does not fit."""
+    excessive_peaks: dict[int, float] = dataclasses.field(default_factory=dict)
+    """Of those that do not fit the peak, where it is known."""
     limit_bytes: int | None = None
     sizes: Sequence[int] | None = None
     """The only sizes there are, smallest first: those that come to a global batch; None for all."""
@@ -43,7 +47,7 @@ class BatchSearch:
         start, unit = self.config.batch_size_per_gpu, self.config.strategy.batch_size_multiple
         while not self.is_aborted:
             size = (
-                choose_next_batch_size(self.peaks_by_size, start, self.limit_bytes, unit)
+                choose_next_batch_size(self.peaks_by_size, start, self.limit_bytes, unit, self.excessive_peaks)
                 if self.sizes is None
                 else choose_next_listed_size(self.peaks_by_size, self.sizes)
             )
@@ -60,7 +64,9 @@ class BatchSearch:
         if trial is None:
             self.is_aborted = True
         else:
-            self.peaks_by_size[batch_size] = trial.reserved_bytes
+            self.peaks_by_size[batch_size] = trial.peak_bytes if trial.fits else None
+            if trial.peak_bytes is not None and not trial.fits:
+                self.excessive_peaks[batch_size] = trial.peak_bytes
             self.limit_bytes = trial.limit_bytes
 
 
@@ -101,13 +107,18 @@ def choose_next_listed_size(peaks_by_size: Mapping[int, float | None], sizes: Se
 
 
 def choose_next_batch_size(
-    peaks_by_size: Mapping[int, float | None], start: int, limit_bytes: float | None, unit: int = 1
+    peaks_by_size: Mapping[int, float | None],
+    start: int,
+    limit_bytes: float | None,
+    unit: int = 1,
+    excessive_peaks: Mapping[int, float] = MappingProxyType({}),
 ) -> int | None:
     """The batch size to try next, None when the answer is known.
 
     Memory grows linearly with the batch, so two batches that fit give the largest by extrapolation; trying it and
     its neighbour proves it. Where nothing can be extrapolated, sizes double until one does not fit, and the gap is
-    halved from there.
+    halved from there. Where it is known how much a batch would take that does not fit, what is on the line between it
+    and one that fits is tried: the largest of several peaks is convex in the batch, so that fits.
 
     Parameters
     ----------
@@ -119,14 +130,24 @@ def choose_next_batch_size(
         Memory there is, if known.
     unit: int
         What batch sizes are multiples of, `start` among them.
+    excessive_peaks: mapping
+        Batch size that ran out of memory to the bytes it would take, where that is known.
     """
     next_units = _choose_next_units(
-        {size // unit: peak for size, peak in peaks_by_size.items()}, start // unit, limit_bytes
+        {size // unit: peak for size, peak in peaks_by_size.items()},
+        start // unit,
+        limit_bytes,
+        {size // unit: peak for size, peak in excessive_peaks.items()},
     )
     return None if next_units is None else next_units * unit
 
 
-def _choose_next_units(peaks_by_size: Mapping[int, float | None], start: int, limit_bytes: float | None) -> int | None:
+def _choose_next_units(
+    peaks_by_size: Mapping[int, float | None],
+    start: int,
+    limit_bytes: float | None,
+    excessive_peaks: Mapping[int, float],
+) -> int | None:
     if not peaks_by_size:
         return start
     fitting_sizes = sorted(size for size, peak in peaks_by_size.items() if peak is not None)
@@ -146,6 +167,11 @@ def _choose_next_units(peaks_by_size: Mapping[int, float | None], start: int, li
             if extrapolated > largest_fit
             else largest_fit + _compute_step_up(fitting_sizes, extrapolated)
         )
+    largest_peak = peaks_by_size[largest_fit]
+    if limit_bytes is not None and largest_peak is not None and smallest_oom in excessive_peaks:
+        gap_bytes = max(excessive_peaks[smallest_oom] - largest_peak, 1.0)
+        interpolated = largest_fit + int((smallest_oom - largest_fit) * (limit_bytes - largest_peak) / gap_bytes)
+        return min(max(interpolated, largest_fit + 1), smallest_oom - 1)
     half_size = largest_fit // 2
     if (
         limit_bytes is not None

@@ -10,8 +10,11 @@ from typing import Annotated, Any, TypedDict
 
 from hydra.core.override_parser.types import Override
 
-from bench.config.compose import MEMORY_KEY, compose_config, list_config_groups, list_override_values, parse_overrides
+from bench.config.compose import compose_config
 from bench.config.grid import RunSettings, SettingsGrid, parse_grids
+from bench.config.groups import list_config_groups
+from bench.config.hydra_calls import list_override_values, parse_overrides
+from bench.config.parts import MEMORY_KEY
 from bench.config.price import POWER_SHARE_HINT, PRICE_HINT, PUE_HINT, CostTerms, parse_cost_terms
 from bench.config.run_config import RANK_COUNT_BOUNDS
 from bench.core.command_line import require_path

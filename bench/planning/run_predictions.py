@@ -25,24 +25,26 @@ class Unpredictable:
 
 RunPrediction = Prediction | Unpredictable
 
-_predictions_by_run_id: dict[str, RunPrediction] = {}
-"""By run_id."""
+_predictions: dict[tuple[str, bool], RunPrediction] = {}
+"""By run_id, and whether the allocator was replayed."""
 
 
-def predict_configs(configs: Sequence[RunConfig]) -> list[RunPrediction]:
-    """Predict runs, whatever their mode."""
-    new_configs = {config.run_id: config for config in configs if config.run_id not in _predictions_by_run_id}
-    _predictions_by_run_id.update(zip(new_configs, _predict_new_runs(list(new_configs.values())), strict=True))
-    return [_predictions_by_run_id[config.run_id] for config in configs]
+def predict_configs(configs: Sequence[RunConfig], *, replay_allocator: bool = True) -> list[RunPrediction]:
+    """Predict runs, whatever their mode; `predict_runs` says what replaying the allocator is."""
+    configs_by_key = {(config.run_id, replay_allocator): config for config in configs}
+    new_configs = {key: config for key, config in configs_by_key.items() if key not in _predictions}
+    _predictions.update(zip(new_configs, _predict_new_runs(list(new_configs.values()), replay_allocator), strict=True))
+    return [_predictions[config.run_id, replay_allocator] for config in configs]
 
 
-def _predict_new_runs(configs: list[RunConfig]) -> list[RunPrediction]:
+def _predict_new_runs(configs: list[RunConfig], replay_allocator: bool) -> list[RunPrediction]:
     """All at once; where that fails one by one, so that one run costs the others nothing."""
     try:
-        return [_reject_non_finite(prediction) for prediction in predict_runs(configs)] if configs else []
+        predictions = predict_runs(configs, replay_allocator=replay_allocator) if configs else []
+        return [_reject_non_finite(prediction) for prediction in predictions]
     except Exception as error:
         if len(configs) > 1:
-            return [prediction for config in configs for prediction in _predict_new_runs([config])]
+            return [prediction for config in configs for prediction in _predict_new_runs([config], replay_allocator)]
         if isinstance(error, UsageError):
             return [Unpredictable(str(error), is_impossible=True)]
         last_frame = traceback.extract_tb(error.__traceback__)[-1]

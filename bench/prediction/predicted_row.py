@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from bench.config.run_config import RunConfig, compute_speed_columns
+from bench.config.run_config import RunConfig
+from bench.config.speed_columns import compute_speed_columns
 from bench.core.units import GIB
 from bench.prediction.prediction import (
     MEMORY_RANGES,

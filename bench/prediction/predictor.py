@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from bench.config.run_config import RunConfig
 from bench.core import processes
@@ -18,7 +18,6 @@ from bench.prediction.cost import rank_speed
 from bench.prediction.intervals import add_intervals
 from bench.prediction.pipeline import predictor, stages
 from bench.prediction.prediction import (
-    MemoryPrediction,
     Prediction,
     TimePrediction,
     prediction_from_plain,
@@ -89,28 +88,34 @@ def predict_run(config: RunConfig, *, timeline: bool = False) -> Prediction:
     return predict_runs([config])[0]
 
 
-def predict_runs(configs: Sequence[RunConfig]) -> list[Prediction]:
+def predict_runs(configs: Sequence[RunConfig], *, replay_allocator: bool = True) -> list[Prediction]:
     """Predict many runs: traces are shared, the work is shared among the processors, results are remembered.
+
+    Parameters
+    ----------
+    replay_allocator: bool
+        Where memory may be short, play the step through the model of the caching allocator, which takes several times
+        as long as all else. Without, what is allocated decides whether a run fits.
 
     Raises
     ------
     ImpossibleError
         If a strategy states no plan.
     """
+    kind = "prediction" if replay_allocator else "prediction without allocator"
     keys = [
         build_cache_key(compute_prediction_id(config), config.model, config.strategy, config.finetune)
         for config in configs
     ]
     predictions = {
-        key: prediction_from_plain(value)
-        for key, value in cache.read_entries("prediction", dict.fromkeys(keys)).items()
+        key: prediction_from_plain(value) for key, value in cache.read_entries(kind, dict.fromkeys(keys)).items()
     }
     missing_configs = {key: config for key, config in zip(keys, configs, strict=True) if key not in predictions}
     if missing_configs:
-        new_predictions = dict(zip(missing_configs, _predict_uncached(list(missing_configs.values())), strict=True))
-        cache.write_entries(
-            "prediction", {key: prediction_to_plain(prediction) for key, prediction in new_predictions.items()}
-        )
+        simulate = functools.partial(_simulate_run, replay_allocator=replay_allocator)
+        predicted = _predict_uncached(list(missing_configs.values()), simulate)
+        new_predictions = dict(zip(missing_configs, predicted, strict=True))
+        cache.write_entries(kind, {key: prediction_to_plain(value) for key, value in new_predictions.items()})
         predictions |= new_predictions
     return [add_intervals(config, predictions[key]) for key, config in zip(keys, configs, strict=True)]
 
@@ -120,16 +125,16 @@ def compute_prediction_id(config: RunConfig) -> str:
     return config.run_id if config.mode == "predict" else dataclasses.replace(config, mode="predict").run_id
 
 
-def _predict_uncached(configs: list[RunConfig]) -> list[Prediction]:
+def _predict_uncached(configs: list[RunConfig], simulate: Callable[[RunConfig], Prediction]) -> list[Prediction]:
     load_traces(list({trace: None for config in configs for trace in _list_traces(config)}))
     num_workers = os.cpu_count() or 1
     if num_workers == 1 or len(configs) < MIN_RUNS_FOR_PROCESSES:
-        return [_simulate_run(config) for config in configs]
+        return [simulate(config) for config in configs]
     sorted_indices = sorted(
         range(len(configs)), key=lambda index: repr((build_trace_key(configs[index]), configs[index].hardware))
     )
     with processes.open_worker_pool(num_workers, add_loaded_traces, (get_loaded_traces(),)) as pool:
-        predictions = pool.map(_simulate_run, [configs[index] for index in sorted_indices], chunksize=RUNS_PER_TASK)
+        predictions = pool.map(simulate, [configs[index] for index in sorted_indices], chunksize=RUNS_PER_TASK)
         return [
             prediction
             for _, prediction in sorted(zip(sorted_indices, predictions, strict=True), key=lambda pair: pair[0])
@@ -148,7 +153,7 @@ def _list_traces(config: RunConfig) -> list[tuple[TraceKey | StageTraceKey, int]
     ]
 
 
-def _simulate_run(config: RunConfig, *, timeline: bool = False) -> Prediction:
+def _simulate_run(config: RunConfig, *, timeline: bool = False, replay_allocator: bool = True) -> Prediction:
     """Predict a run by simulating its step; once more if memory is so short that the allocator has to retry."""
     if config.strategy.timetable is not None:
         return predictor.predict_pipeline(config, build_trace_key(config), timeline=timeline)
@@ -156,8 +161,8 @@ def _simulate_run(config: RunConfig, *, timeline: bool = False) -> Prediction:
     largest_step = max(simulated_steps, key=lambda step: step.simulated_rank.peak.size)
     host_bytes = max(step.plan.host_bytes for step in simulated_steps) + _compute_offloaded_bytes(config)
     memory_prediction = predict_memory(config, largest_step.simulated_rank, host_bytes)
-    if is_replay_needed(config, memory_prediction):
-        replayed = _replay_memory(config, memory_prediction)
+    if replay_allocator and memory_prediction.capacity is not None and is_replay_needed(config, memory_prediction):
+        replayed = replay_memory(config, memory_prediction.capacity)
         memory_prediction = predict_memory(config, largest_step.simulated_rank, host_bytes, replayed)
     phase_peaks = [round_parts(step.simulated_rank.phase_peaks) for step in simulated_steps]
     memory_prediction = dataclasses.replace(
@@ -208,13 +213,12 @@ def _simulate_period(config: RunConfig, speed: rank_speed.RankSpeed, timeline: b
     ]
 
 
-def _replay_memory(config: RunConfig, memory: MemoryPrediction) -> ReplayedMemory:
-    """What the model of the allocator makes of a run with as much memory as it asks for, and with what there is."""
-    reserved_bytes = replay_steps(config).allocator.peak_reserved
-    assert memory.capacity is not None
-    return ReplayedMemory(
-        reserved_bytes, reserved_bytes <= memory.capacity or not replay_steps(config, memory.capacity).is_full
-    )
+def replay_memory(config: RunConfig, capacity: int) -> ReplayedMemory:
+    """What the model of the allocator makes of a run with so many bytes, cuBLAS's workspaces among them."""
+    available_bytes = round(capacity - compute_workspace_bytes(config))
+    replay = replay_steps(config, available_bytes)
+    is_short = replay.is_full or replay.num_retries > 0
+    return ReplayedMemory(available_bytes if is_short else replay.allocator.peak_reserved, not replay.is_full)
 
 
 def replay_steps(config: RunConfig, capacity: float = math.inf, num_steps: int = NUM_REPLAYED_STEPS) -> AllocatorReplay:

@@ -9,7 +9,8 @@ from dataclasses import asdict
 
 import torch
 
-from bench.config.run_config import RunConfig, compute_speed_columns
+from bench.config.run_config import RunConfig
+from bench.config.speed_columns import compute_speed_columns
 from bench.rank import environment
 from bench.rank.machine_load import (
     CpuLoad,

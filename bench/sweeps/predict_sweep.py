@@ -161,5 +161,5 @@ def _read_trial(row: Record, does_fit: Callable[[Record], bool]) -> BatchTrial |
     prediction = row.get("prediction")
     if prediction is None or prediction["memory"]["verdict"] is None:
         return None
-    peak_bytes = row["peak_reserved_bytes"] if does_fit(row) else None
-    return BatchTrial(peak_bytes, prediction["memory"]["capacity_bytes"])
+    fits = does_fit(row)
+    return BatchTrial(row["peak_reserved_bytes"] if fits else None, prediction["memory"]["capacity_bytes"], fits)

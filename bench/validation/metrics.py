@@ -18,16 +18,9 @@ from bench.validation.printed_numbers import (
 )
 from bench.validation.training_words import NotExpressibleError
 
-SPEED, FIT = "speed", "fit"
-ALLOCATED, ACTIVE, RESERVED, DEVICE_USED, BETWEEN_STEPS = (
-    "allocated",
-    "active",
-    "reserved",
-    "device used",
-    "between steps",
-)
-KINDS = (SPEED, ALLOCATED, ACTIVE, RESERVED, DEVICE_USED, BETWEEN_STEPS, FIT)
+KINDS = ("speed", "allocated", "active", "reserved", "device used", "between steps", "fit")
 """What errors are summed up by: speed; peaks of memory; memory between steps; whether a run fits."""
+SPEED, ALLOCATED, ACTIVE, RESERVED, DEVICE_USED, BETWEEN_STEPS, FIT = KINDS
 
 
 @dataclass(frozen=True)
@@ -45,10 +38,6 @@ class Metric:
     """Whether the name leaves open what is measured."""
 
 
-def _parse_tflops(text: str, unit: str) -> float:
-    return parse_rate(text, unit)
-
-
 METRICS: Mapping[str, Metric] = {
     "tokens_per_second_per_gpu": Metric(SPEED, parse_rate),
     "tokens_per_second": Metric(SPEED, parse_rate),
@@ -56,8 +45,8 @@ METRICS: Mapping[str, Metric] = {
     "samples_per_second_per_gpu": Metric(SPEED, parse_rate),
     "steps_per_second": Metric(SPEED, parse_rate),
     "step_time": Metric(SPEED, parse_seconds, is_time=True),
-    "tflops_per_gpu": Metric(SPEED, _parse_tflops),
-    "hardware_tflops_per_gpu": Metric(SPEED, _parse_tflops, flops="hardware"),
+    "tflops_per_gpu": Metric(SPEED, parse_rate),
+    "hardware_tflops_per_gpu": Metric(SPEED, parse_rate, flops="hardware"),
     "mfu": Metric(SPEED, parse_percent),
     "hfu": Metric(SPEED, parse_percent, flops="hardware"),
     "peak_memory_allocated": Metric(ALLOCATED, parse_bytes),

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from bench.config.compose import list_config_groups
+from bench.config.groups import list_config_groups
 from bench.records.published import PUBLISHED_CSV
 from bench.validation.printed_numbers import is_blank
 from bench.validation.training_words import NotExpressibleError, Overrides

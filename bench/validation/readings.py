@@ -10,9 +10,10 @@ from typing import Any
 
 import yaml
 
-from bench.config.compose import compose_config, find_option_file
+from bench.config.compose import compose_config
 from bench.config.run_config import RunConfig, build_run_config
 from bench.core.errors import UsageError
+from bench.core.option_files import find_option_file
 from bench.records.published import PublishedLine
 from bench.validation.metrics import METRICS, OOM_PATTERN, Quantity, read_quantity
 from bench.validation.model_words import read_model

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from bench.config.compose import compose_config
 from bench.config.grid import parse_grids
-from bench.config.run_config import RunConfig, compute_speed_columns
+from bench.config.run_config import RunConfig
+from bench.config.speed_columns import compute_speed_columns
 from bench.prediction.prediction import Prediction
 from bench.records.published import PUBLISHED_CSV, PublishedLine, read_published_lines
 from bench.validation.readings import EXTRA_MEMORY

@@ -10,7 +10,8 @@ from statistics import fmean
 from typing import TypeVar
 
 from bench.config.flop_conventions import SUITE_COLUMNS, count_flops_per_sequence
-from bench.config.run_config import RunConfig, compute_speed_columns
+from bench.config.run_config import RunConfig
+from bench.config.speed_columns import compute_speed_columns
 from bench.core.errors import UsageError
 from bench.prediction.intervals import DEVICE_USED as DEVICE_USED_METRIC
 from bench.prediction.intervals import STEP_TIME, classify_hardware, find_factors, find_rough_verdict

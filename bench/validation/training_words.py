@@ -13,8 +13,9 @@ from typing import Any
 
 import yaml
 
-from bench.config.compose import find_option_file, list_config_groups
+from bench.config.groups import list_config_groups
 from bench.core.errors import UsageError
+from bench.core.option_files import find_option_file
 from bench.validation.printed_numbers import is_blank
 
 OPTIONS_WITHOUT_GPU = ("auto", "cpu", "gpu")

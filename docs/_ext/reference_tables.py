@@ -23,10 +23,12 @@ from sphinx.pycode import ModuleAnalyzer
 import bench
 from bench import finetune, models, strategies, tracking
 from bench.advice.tree.page import list_training_terms
-from bench.config.compose import CONF_FOLDER, compose_config, find_option_file, list_config_groups, list_presets
+from bench.config.compose import compose_config
+from bench.config.groups import list_config_groups, list_presets
 from bench.config.price import PRICE_GROUP, load_offer
 from bench.config.run_config import SECTION_NAMES, RunConfig, build_run_config
 from bench.core import plugins
+from bench.core.option_files import CONF_FOLDER, find_option_file
 from bench.core.presentation import get_presentation
 from bench.core.typed_config import get_field_types, parse_type_hint
 from bench.finetune import Finetune

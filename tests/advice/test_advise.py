@@ -159,6 +159,11 @@ def compute_speed_interval(row: dict[str, Any]) -> tuple[float, float]:
 def assert_agreement(advice_case: dict[str, Any]) -> None:
     """What is said of tree and ranking follows from the predictions of both."""
     agreement_text, best = advice_case["agreement"], advice_case["ranking"]["best"]
+    if advice_case["agrees"] is None:
+        assert agreement_text.startswith("Nothing tells: nothing is predicted to fit for sure")
+        assert best["memory"]["verdict"] == "too close to call"
+        assert not any(option["fits"] for option in advice_case["leaf"]["ways"])
+        return
     assert agreement_text.startswith("They agree" if advice_case["agrees"] else "They do not agree")
     fitting_rows = [option["best"] for option in advice_case["leaf"]["ways"] if option["fits"]]
     timed = sorted((row for row in fitting_rows if row["tokens_per_second"]), key=lambda row: -row["tokens_per_second"])
@@ -254,7 +259,7 @@ def test_a_way_that_the_cpu_does_not_hold_says_so(capsys):
 
 @pytest.mark.slow
 def test_it_says_why_not_where_the_ranking_contradicts_the_tree():
-    """Of FSDP alone, whatever else the suite has: with slow links two shards send less than four."""
+    """Of FSDP that reshards, whatever else the suite has: with slow links two shards that stay send less than four."""
     typed = [*MODEL_OVERRIDES, *DECISION_PATHS["one node with slow links"][0]]
     (guidance,) = build_guidance(read_question(typed, {}, CPU))
     rows = [row for row in guidance.case.ranking.possible if row.config.strategy.name == "fsdp"]
@@ -262,7 +267,7 @@ def test_it_says_why_not_where_the_ranking_contradicts_the_tree():
     fsdp_options = [
         option
         for option in guidance.ranked_options
-        if option.candidate is not None and option.candidate.config.strategy.name == "fsdp"
+        if option.candidate is not None and option.training_option.name.startswith("ZeRO-3")
     ]
     agrees, agreement_text = describe_agreement(alone, guidance.decision_path, fsdp_options)
     assert agrees is False
@@ -327,23 +332,6 @@ def test_a_cpu_with_too_little_memory_for_what_is_offloaded(capsys):
     assert_answer_follows(step)
     assert step["because"].endswith("has 0.1 GiB: too little, unless some of it goes to NVMe")
     assert advice_case["leaf"]["ways"][0]["fits"] is False
-
-
-@pytest.mark.slow
-def test_a_network_is_slow_though_the_allocator_takes_longer_still(capsys):
-    """The step is predicted where the allocator retries, and while it does, gathering goes on."""
-    typed = ("gpus=4", "batch_size_per_gpu=64", "activation_checkpointing=none", "hardware.speeds.links.gpu_gb_s=120")
-    advice_case = read_case(capsys, *MODEL_OVERRIDES, *typed, "hardware.memory_limit_gib=0.73")
-    (step,) = (step for step in advice_case["steps"] if step["key"] == "network")
-    assert "too close to call" in advice_case["steps"][3]["because"]
-    assert (step["answer"], step["assumed"]) == ("slow", False)
-    assert "were there memory to spare" in step["because"]
-    predict.main([*MODEL_OVERRIDES, *typed, *step["source"].split()[1:], "format=json"])
-    (section,) = json.loads(capsys.readouterr().out)["sections"]
-    time = section["ranked"][0]["time"]
-    assert time["degraded"] is False
-    waiting = 100 * time["exposed_communication_s"] / section["ranked"][0]["step_time_s"]["value"]
-    assert step["numbers"][0]["value"] == pytest.approx(waiting)
 
 
 QLORA_OVERRIDES = ("gpus=4", "finetune=qlora", "finetune.bits=8", "finetune.rank=4", "hardware.memory_limit_gib=0.03")

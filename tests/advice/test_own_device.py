@@ -6,7 +6,7 @@ import pytest
 
 from bench import predict
 from bench.advice.own_device import DeviceNumbers, find_nearest_device
-from bench.config.compose import list_config_groups
+from bench.config.groups import list_config_groups
 from bench.core.option_files import OWN_CONF_VARIABLE
 from bench.hardware.hardware_file import read_hardware_file
 from tests.conftest import compose_run_config

@@ -341,11 +341,11 @@ def test_more_gpus_are_tried_with_tensor_parallelism_too(asked_for, capsys):
     """Where the largest layer does not fit however thinly it is sharded, an eighth of it does."""
     layer = ("model.vocabulary_size=400000", "model.num_heads=8", "activation_checkpointing=full")
     wide = ("model=gpt_tiny", "model.hidden_size=512", "sequence_length=64", "hardware=a100_80gb", *layer)
-    typed = (*wide, *asked_for, "gpus=4", "hardware.memory_limit_gib=1.5")
+    typed = (*wide, *asked_for, "gpus=4", "hardware.memory_limit_gib=1.7")
     (section,) = data(capsys, *typed)["sections"]
     assert section["advice"].startswith("Nothing fits")
     assert section["advice"].endswith("; strategy=tensor_parallel would fit from 8 GPUs on.")
-    eight = data(capsys, *wide, "gpus=8", "hardware.memory_limit_gib=1.5", "strategy=fsdp,tensor_parallel")["sections"]
+    eight = data(capsys, *wide, "gpus=8", "hardware.memory_limit_gib=1.7", "strategy=fsdp,tensor_parallel")["sections"]
     assert {row["strategy"] for row in eight[0]["ranked"]} == {"tensor_parallel"}
     (section,) = data(capsys, *typed, "precision=fp16")["sections"]  # which tensor parallelism refuses
     assert section["advice"].endswith("; nor would strategy=fsdp fit on any number of GPUs tried, up to 16,384.")
@@ -355,8 +355,8 @@ def test_more_gpus_are_tried_with_tensor_parallelism_too(asked_for, capsys):
 
 @pytest.mark.parametrize("asked_for", ["fsdp", "tensor_parallel", "fsdp,tensor_parallel"])
 def test_sharding_is_named_where_it_needs_as_few_gpus_as_tensor_parallelism(asked_for, capsys):
-    knobs = ("hardware.memory_limit_gib=0.175", "gpus=2", "activation_checkpointing=none", f"strategy={asked_for}")
-    model = ("model=gpt_tiny", "model.hidden_size=512", "model.num_heads=8", "model.num_layers=8")
+    knobs = ("hardware.memory_limit_gib=0.3", "gpus=2", "activation_checkpointing=none", f"strategy={asked_for}")
+    model = ("model=gpt_tiny", "model.hidden_size=512", "model.num_heads=8", "model.num_layers=16")
     (section,) = data(capsys, *model, "hardware=a100_80gb", "sequence_length=64", *knobs)["sections"]
     assert section["infeasible"][0]["strategy"] == asked_for.split(",")[-1]
     assert section["advice"].endswith(f"; strategy={asked_for.split(',')[0]} would fit from 4 GPUs on.")
@@ -567,7 +567,7 @@ def test_overrides_of_a_row_ask_for_that_row(small, capsys):
 
 
 def test_a_predictor_that_fails_says_so_in_a_sentence(capsys, monkeypatch):
-    def fail(configs):
+    def fail(configs, **options):
         raise ZeroDivisionError("nothing to divide by")
 
     monkeypatch.setattr(run_predictions, "predict_runs", fail)
@@ -587,12 +587,12 @@ def test_too_close_to_call_is_neither_a_yes_nor_a_no(capsys):
     (section,) = data(capsys, *close, limit, "batch_size_per_gpu=8")["sections"]
     (row,) = section["ranked"]
     assert row["memory"]["verdict"] == "too close to call"
-    assert row["memory"]["headroom_bytes"] < 0
+    assert row["memory"]["headroom_bytes"] == 0, "the allocator takes all there is"
     assert row["largest_batch_per_gpu"] < 8
     assert section["advice"].startswith("Too close to call")
     code, out, _ = asked(capsys, *close, limit, "batch_size_per_gpu=8", "explain")
     assert code == 0
-    assert "are too little: too close to call" in " ".join(out.split())
+    assert "(0 %) are left: too close to call" in " ".join(out.split())
 
 
 def test_a_slow_network_is_a_reason_to_shard_less(capsys):

@@ -290,6 +290,14 @@ FACTS = CalibrationProvenance(
 )
 
 
+def test_processes_that_calibrated_are_counted_in_words():
+    (pair,) = make_samples(load_h200_links(), [NODE])[:1]
+    assert session._describe_processes(1, []) == "1 process on 1 node"
+    assert session._describe_processes(16, [dataclasses.replace(pair, ranks=16, ranks_per_node=8)]) == (
+        "16 processes on 2 nodes"
+    )
+
+
 def test_what_was_not_measured_is_kept_with_its_source():
     h200 = compose_run_config("hardware=h200").hardware
     known_hardware = BaselineHardware(h200, h200.speeds, "conf/hardware/h200.yaml")

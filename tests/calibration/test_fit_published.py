@@ -14,11 +14,12 @@ import yaml
 from bench.calibration import fit_published
 from bench.calibration.fit_published import HARDWARE_FOLDER, find_differences, write_device
 from bench.calibration.published import curves, points
-from bench.calibration.published.device_fit import DeviceFit, fit_devices
+from bench.calibration.published.device_fit import DeviceFit
 from bench.calibration.published.devices import ARCHITECTURES, find_architecture
+from bench.calibration.published.fitting import fit_devices
 from bench.calibration.published.page import PAGE_PATH, build_page
 from bench.calibration.published.yaml_text import set_values
-from bench.config.compose import list_config_groups
+from bench.config.groups import list_config_groups
 from bench.hardware.speeds import AttentionKernelSpeed, MatmulSpeed
 from bench.hardware.sustained_clocks import TRAINING_SHARE, compute_sustained_share, compute_training_share
 from tests.conftest import compose_run_config

@@ -22,7 +22,7 @@ from bench.config.flop_conventions import (
     count_palm_flops,
     count_position_parameters,
 )
-from bench.config.run_config import compute_speed_columns
+from bench.config.speed_columns import compute_speed_columns
 from bench.core.errors import ImpossibleError, UsageError
 from bench.rank.row import build_configured_columns
 from bench.records import Record

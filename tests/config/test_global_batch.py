@@ -12,9 +12,10 @@ from bench.advice.candidates import build_candidates
 from bench.advice.question import read_question
 from bench.advice.ranking import rank_candidates
 from bench.advice.sentence import list_warnings
-from bench.config import compose
 from bench.config.global_batch import parse_global_batch
+from bench.config.groups import list_config_groups
 from bench.core.errors import ImpossibleError, UsageError
+from bench.core.option_files import OWN_CONF_VARIABLE
 from bench.planning.batch_search import BatchTrial, search_largest_batches
 from bench.planning.request import parse_sweep_request
 from bench.planning.sweep_plan import build_sweep_plan
@@ -108,8 +109,8 @@ def test_every_point_of_a_grid_has_an_accumulation_of_its_own(tmp_path: Path, mo
     fixed = {"model": "gpt_tiny", "global_batch": "16K_tokens", "sequence_length": 64, "strategy": "fsdp"}
     grid = {"fixed": fixed, "axes": {"gpus": [1, 2, 4], "batch_size_per_gpu": [8, 3]}}
     (tmp_path / "sweep" / "equal.yaml").write_text(json.dumps({"repeats": 1, "grids": [grid]}), encoding="utf-8")
-    monkeypatch.setenv(compose.OWN_CONF_VARIABLE, str(tmp_path))
-    compose.list_config_groups.cache_clear()
+    monkeypatch.setenv(OWN_CONF_VARIABLE, str(tmp_path))
+    list_config_groups.cache_clear()
     try:
         points = parse_sweep_request(
             ["sweep=equal", "mode=predict", "hardware=a100_80gb"], multirun=False, device=CPU
@@ -117,7 +118,7 @@ def test_every_point_of_a_grid_has_an_accumulation_of_its_own(tmp_path: Path, mo
         plan = build_sweep_plan(points, tmp_path / "store", force=False, check_run=lambda config: None)
     finally:
         monkeypatch.undo()
-        compose.list_config_groups.cache_clear()
+        list_config_groups.cache_clear()
     assert {(run.gpus, run.gradient_accumulation) for run in plan.possible} == {(1, 32), (2, 16), (4, 8)}
     assert len(plan.impossible) == 3
     assert all("global_batch=16384tokens is not valid: choose" in reason for _, reason in plan.impossible)
@@ -142,7 +143,7 @@ def test_a_search_tries_only_what_comes_to_the_global_batch() -> None:
         def try_batches(configs: list[Any], largest: int = largest, tried: list[int] = tried) -> list[BatchTrial]:
             tried.extend(config.batch_size_per_gpu for config in configs)
             assert all(run.batch_size_per_gpu * run.gradient_accumulation == 24 for run in configs)
-            return [BatchTrial(1.0 if run.batch_size_per_gpu <= largest else None, 100) for run in configs]
+            return [BatchTrial(1.0, 100, run.batch_size_per_gpu <= largest) for run in configs]
 
         (search,) = search_largest_batches([config], try_batches)
         assert search.largest_batch_size == largest

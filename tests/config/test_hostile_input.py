@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from bench import advise, calibrate, compare, dashboard, history, jobs, predict, report, run, sweep, track
 from bench.advice import question
 from bench.calibration import session
-from bench.config import compose
+from bench.config import compose, groups, hydra_calls, parts
 from bench.core import option_files
 from bench.core.typed_config import read_plain_yaml
 from bench.hardware.detect import DetectedDevice
@@ -271,12 +271,12 @@ def test_hardware_files(content):
 def own_sweep(nothing_is_executed) -> Iterator[Path]:
     """A file in a copy of conf/sweep, which every example may change."""
     copy = nothing_is_executed / "conf"
-    shutil.copytree(compose.CONF_FOLDER, copy)
+    shutil.copytree(option_files.CONF_FOLDER, copy)
     file = copy / "sweep" / "own.yaml"
     file.write_text("name: own\ngrids: [{}]\n")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compose, "CONF_FOLDER", copy)
-        patch.setattr(option_files, "CONF_FOLDER", copy)
+        for module in (option_files, groups, hydra_calls):
+            patch.setattr(module, "CONF_FOLDER", copy)
         clear_compose_caches()
         yield file
     clear_compose_caches()
@@ -285,16 +285,16 @@ def own_sweep(nothing_is_executed) -> Iterator[Path]:
 def clear_compose_caches() -> None:
     """Have compositions read the files again."""
     for cached in (
-        compose.list_config_groups,
-        compose._compose_choices,
-        compose._compute_part_value,
+        groups.list_config_groups,
+        hydra_calls.compose_choices,
+        parts.compute_part_value,
         compose._resolve_interpolations,
         read_plain_yaml,
     ):
         cached.cache_clear()
-    for cached in (compose._parse_override, compose._find_interpolated_keys, compose._count_interpolations):
+    for cached in (hydra_calls.parse_override, compose._find_interpolated_keys, compose._count_interpolations):
         cached.cache_clear()
-    compose._composed_values.clear()
+    parts._composed_values.clear()
 
 
 @pytest.mark.long

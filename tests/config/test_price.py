@@ -6,7 +6,7 @@ import datetime
 
 import pytest
 
-from bench.config.compose import list_config_groups, list_presets
+from bench.config.groups import list_config_groups, list_presets
 from bench.config.price import CostTerms, PriceOffer, load_offer, parse_cost_terms
 from bench.core.errors import UsageError
 from tests.conftest import SMALL_GPT, compose_run_config

@@ -20,11 +20,13 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from bench.config import compose
-from bench.config.compose import CONF_FOLDER, compose_config, find_option_file, list_config_groups
+from bench.config import hydra_calls
+from bench.config.compose import compose_config
 from bench.config.grid import RunSettings, parse_grids
+from bench.config.groups import PRESET_FOLDERS, list_config_groups
 from bench.config.run_config import RunConfig, build_run_config
 from bench.core.errors import ImpossibleError, UsageError
+from bench.core.option_files import CONF_FOLDER, OWN_CONF_VARIABLE, find_option_file
 from bench.hardware.detect import DetectedDevice
 from bench.planning.request import SweepRequest, parse_sweep_request
 from bench.planning.run_predictions import predict_duration_s
@@ -368,9 +370,9 @@ DICTIONARIES = {
 
 def by_hydra(settings: RunSettings) -> dict[str, Any]:
     """The whole configuration as Hydra composes it."""
-    overrides = [*(f"{key}={value}" for key, value in settings.items()), *compose._build_search_path_overrides()]
+    overrides = [*(f"{key}={value}" for key, value in settings.items()), *hydra_calls._build_search_path_overrides()]
     with initialize_config_dir(str(CONF_FOLDER), version_base="1.3"):
-        config = compose.compose("config", overrides=overrides)
+        config = hydra_calls.compose("config", overrides=overrides)
     values = OmegaConf.to_container(config, resolve=True)
     assert isinstance(values, dict)
     return values
@@ -391,13 +393,19 @@ def list_plain_options(group: str) -> list[str]:
     return [option for option in options if "\nlike:" not in find_option_file(group, option).read_text()]
 
 
+def is_plain_field(key: str) -> bool:
+    """Whether Hydra sets a field whatever its value is: fields of a network are checked where they replace the
+    hardware's links, and to Hydra a folder of presets is a group. Options are rather chosen than named."""
+    return key not in PRESET_FOLDERS and not key.startswith("network.") and not key.endswith(".name")
+
+
 def drawn(dice: random.Random) -> RunSettings:
     """Some options, some additions to them, some fields of all there are but names, which are rather chosen."""
     settings = {
         group: dice.choice(list_plain_options(group))
         for group in dice.sample(sorted(list_config_groups()), dice.randint(0, 5))
     }
-    fields = [key for key in fields_of(compose_config(settings)) if not key.endswith(".name")] + [*DICTIONARIES]
+    fields = [*filter(is_plain_field, fields_of(compose_config(settings))), *DICTIONARIES]
     settings |= {key: dice.choice(VALUES) for key in dice.sample(ADDED, dice.choice((0, 0, 1, 2)))}
     return settings | {
         key: DICTIONARIES.get(key, dice.choice(VALUES)) for key in dice.sample(fields, dice.randint(0, 6))
@@ -493,8 +501,10 @@ def planned(**axes: str) -> SweepPlan:
 @pytest.mark.alone
 def test_four_thousand_runs_are_planned_in_seconds(monkeypatch):
     composing: list[str] = []
-    hydra = compose.compose
-    monkeypatch.setattr(compose, "compose", lambda *args, **options: composing.append("") or hydra(*args, **options))
+    hydra = hydra_calls.compose
+    monkeypatch.setattr(
+        hydra_calls, "compose", lambda *args, **options: composing.append("") or hydra(*args, **options)
+    )
     started = time.process_time()
     plan = planned(**GRID)
     assert time.process_time() - started < 8  # 2 s on two cores of 2024, of which Hydra takes 1.2
@@ -521,7 +531,7 @@ def test_four_thousand_shapes_of_a_model_are_planned_in_seconds():
 @pytest.fixture
 def forgetful() -> Iterator[None]:
     """Which options there are is found out anew, before and after."""
-    caches = (compose.list_config_groups, compose._compose_choices)
+    caches = (list_config_groups, hydra_calls.compose_choices)
     for cache in caches:
         cache.cache_clear()
     yield
@@ -535,12 +545,12 @@ def test_a_folder_of_ones_own_has_options_too(tmp_path, monkeypatch, forgetful):
     mine = mine.replace("partition: null", "partition: gpus_of_ours")
     (tmp_path / "cluster" / "mine.yaml").write_text(mine)
     (tmp_path / "cluster" / "local.yaml").write_text("name: not the suite's\n")
-    monkeypatch.setenv(compose.OWN_CONF_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(OWN_CONF_VARIABLE, str(tmp_path))
     assert {"mine", "local", "slurm"} <= set(list_config_groups()["cluster"])
     values = compose_config({"cluster": "mine"})["cluster"]
     assert (values["name"], values["partition"]) == ("mine", "gpus_of_ours")
     assert compose_config({"cluster": "local"})["cluster"]["name"] == "local"
-    monkeypatch.setenv(compose.OWN_CONF_VARIABLE, str(tmp_path / "nowhere"))
-    compose.list_config_groups.cache_clear()
+    monkeypatch.setenv(OWN_CONF_VARIABLE, str(tmp_path / "nowhere"))
+    list_config_groups.cache_clear()
     with pytest.raises(UsageError, match=r"^BENCH_CONF=.*nowhere is not valid: choose a folder"):
         list_config_groups()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from bench.config.compose import list_config_groups, list_override_values, parse_overrides
+from bench.config.groups import list_config_groups
+from bench.config.hydra_calls import list_override_values, parse_overrides
 from bench.core.errors import UsageError
 from bench.hardware import Hardware
 from bench.hardware.derived import describe_assumed_share, find_source, list_assumed_fields, list_numbers

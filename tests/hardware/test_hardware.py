@@ -8,7 +8,7 @@ import sys
 import pytest
 import yaml
 
-from bench.config.compose import list_config_groups
+from bench.config.groups import list_config_groups
 from bench.core.errors import ImpossibleError, UsageError
 from bench.core.option_files import find_option_file
 from bench.hardware import refuse_unsupported

@@ -13,9 +13,10 @@ import pytest
 import yaml
 
 from bench import predict, run, sweep
-from bench.config.compose import CONF_FOLDER, compose_config
+from bench.config.compose import compose_config
 from bench.config.run_config import RunConfig, build_run_config
 from bench.core.errors import UsageError
+from bench.core.option_files import CONF_FOLDER
 from bench.hardware.detect import DetectedDevice
 from bench.hardware.hardware_file import format_hardware_yaml, read_hardware_file
 from bench.hardware.speeds import AttentionKernelSpeed

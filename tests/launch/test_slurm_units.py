@@ -9,7 +9,9 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from bench.config.compose import compose_config, list_config_groups, parse_overrides
+from bench.config.compose import compose_config
+from bench.config.groups import list_config_groups
+from bench.config.hydra_calls import parse_overrides
 from bench.core.errors import ImpossibleError, UsageError
 from bench.core.typed_config import build_dataclass
 from bench.launch import attempt

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.config.run_config import compute_speed_columns
+from bench.config.speed_columns import compute_speed_columns
 from bench.models.base import FlopCount
 from bench.models.traced_flops import trace_flops
 from tests.conftest import compose_run_config

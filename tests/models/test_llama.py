@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from bench.config.compose import list_config_groups
+from bench.config.groups import list_config_groups
 from bench.models import Family
 from bench.models.llama import ARCHITECTURES, LlamaFamily
 from bench.models.traced_flops import trace_flops

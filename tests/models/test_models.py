@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from bench.config.compose import compose_config, list_config_groups
+from bench.config.compose import compose_config
+from bench.config.groups import list_config_groups
 from bench.models import Family, load_family
 from bench.models.blocks import group_blocks
 from bench.models.checkpointing import checkpoint_blocks

@@ -23,7 +23,8 @@ import torch.distributed as dist
 from bench import records
 from bench.config.compose import compose_config
 from bench.config.grid import RunSettings
-from bench.config.run_config import Measurement, build_run_config, fill_measurement_defaults
+from bench.config.measurement import Measurement, fill_measurement_defaults
+from bench.config.run_config import build_run_config
 from bench.core.errors import ImpossibleError
 from bench.hardware import MemoryLimit
 from bench.hardware.detect import DetectedDevice, refuse_unsupported

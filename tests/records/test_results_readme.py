@@ -6,7 +6,7 @@ import json
 import re
 from pathlib import Path
 
-from bench.config.compose import list_config_groups
+from bench.config.groups import list_config_groups
 from bench.records.checking import upgrade_record
 from bench.records.schema import COLUMNS, FORMAT_VERSION, NESTED_PARTS, STATUSES
 from bench.records.store import validate_record

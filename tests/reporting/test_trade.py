@@ -56,6 +56,11 @@ def test_three_strategies_of_one_workload_are_a_figure(tmp_path: Path) -> None:
     assert save_drawing(drawing, tmp_path).count("<path") > 10
 
 
+def test_one_process_is_one_process() -> None:
+    (drawing,) = drawn([row | {"world_size": 1} for row in rows()]).drawings
+    assert drawing.title.endswith(", 1 process")
+
+
 def test_two_are_no_choice() -> None:
     result = drawn(rows()[:2])
     assert result.drawings == []

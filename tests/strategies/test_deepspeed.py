@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from bench import predict as command
-from bench.advice.sentence import format_strategy as words
+from bench.advice.wording import format_strategy as words
 from bench.core.errors import UsageError
 from bench.prediction.prediction import DOES_NOT_FIT, Prediction
 from bench.prediction.predictor import predict_run

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 import yaml
 
-from bench.config.compose import CONF_FOLDER
 from bench.core.errors import ImpossibleError, UsageError
+from bench.core.option_files import CONF_FOLDER
 from bench.prediction.predictor import predict_run
 from bench.rank.environment import describe_software
 from bench.rank.rehearsal_group import init_rehearsal_group

@@ -92,8 +92,8 @@ def installed(site: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The packages are there for this process as well."""
     caches: tuple[Any, ...] = (plugins.list_entry_points, plugins.list_installed_conf_folders, read_presentations)
     monkeypatch.syspath_prepend(str(site))
-    compose = importlib.import_module("bench.config.compose")
-    caches += (compose.list_config_groups, compose._compose_choices)
+    caches += (importlib.import_module("bench.config.groups").list_config_groups,)
+    caches += (importlib.import_module("bench.config.hydra_calls").compose_choices,)
     for cache in caches:
         cache.cache_clear()
     yield

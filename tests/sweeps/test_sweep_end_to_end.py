@@ -21,8 +21,10 @@ import pytest
 
 from bench import records
 from bench import sweep as command
-from bench.config.compose import compose_config, list_config_groups
-from bench.config.run_config import MAX_TOKENS_PER_PROCESS, RunConfig
+from bench.config.compose import compose_config
+from bench.config.groups import list_config_groups
+from bench.config.run_checks import MAX_TOKENS_PER_PROCESS
+from bench.config.run_config import RunConfig
 from bench.core.typed_config import format_override_value
 from bench.launch.local import LocalLauncher
 from bench.launch.task import search_largest_batch
@@ -629,7 +631,7 @@ def test_a_search_ends_at_the_most_tokens_a_run_may_have():
     most = MAX_TOKENS_PER_PROCESS // 64
     assert search_largest_batch(config, lambda run: {"status": "ok", "peak_reserved_bytes": 10}) == most
     (search,) = search_largest_batches(
-        [config], lambda configs: [BatchTrial(1000 * run.batch_size_per_gpu, 10**15) for run in configs]
+        [config], lambda configs: [BatchTrial(1000 * run.batch_size_per_gpu, 10**15, True) for run in configs]
     )
     assert search.largest_batch_size == most
 

@@ -12,15 +12,15 @@ from bench.advice.sentence import (
     choose_recommended,
     describe_candidate,
     describe_speed_difference,
-    format_overrides,
     has_overlapping_speeds,
-    join_items,
 )
 from bench.advice.tree.answers import DecisionStep
 from bench.advice.tree.options import GuideCase
 from bench.advice.tree.tree import TreeLeaf, TreeNode
-from bench.config.compose import compose_config, list_config_groups
+from bench.advice.wording import format_overrides, join_items
+from bench.config.compose import compose_config
 from bench.config.grid import RunSettings
+from bench.config.groups import list_config_groups
 from bench.config.run_config import build_run_config
 from bench.core import presentation
 from bench.core.errors import UsageError

@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from bench.advice.ranking import RankedCandidate
-from bench.advice.sentence import (
-    MEMORY_PART_LABELS,
-    MODEL_STATE_PARTS,
-    describe_missing_time,
-    format_gib,
-    format_percent,
-    join_items,
-)
 from bench.advice.tree.options import GuideCase, PredictedRun
 from bench.advice.tree.tree import (
     DECISION_TREE,
@@ -29,6 +20,14 @@ from bench.advice.tree.tree import (
     YES_WITH_CHECKPOINTING,
     TreeLeaf,
     TreeNode,
+)
+from bench.advice.wording import (
+    MEMORY_PART_LABELS,
+    MODEL_STATE_PARTS,
+    describe_missing_time,
+    format_gib,
+    format_percent,
+    join_items,
 )
 from bench.core import presentation
 from bench.core.presentation import format_number
@@ -222,7 +221,7 @@ def answer_network_speed(case: GuideCase) -> NodeAnswer:
     candidate = next(iter(ddp_candidates or fsdp_candidates), None)
     if candidate is None:
         return _assume_answer(FAST, [Unpredictable(_describe_missing_network_time(case), is_impossible=True)])
-    run, spare_memory_text = _predict_with_spare_memory(case, case.convert_candidate(candidate))
+    run = case.convert_candidate(candidate)
     time, batch_one_time = run.prediction.time, _predict_at_batch_one(case, candidate)
     assert time is not None
     waiting_share = _compute_waiting_share(time)
@@ -254,7 +253,7 @@ def answer_network_speed(case: GuideCase) -> NodeAnswer:
         f"{strategy_text} sends for {presentation.format_seconds(time.communication_s)} beside "
         f"{presentation.format_seconds(time.compute_s)} of compute "
         f"at batch {candidate.config.batch_size_per_gpu}, and waits {format_percent(waiting_share)} of the "
-        f"step{batch_one_text}{spare_memory_text}; slow "
+        f"step{batch_one_text}; slow "
         f"from {format_percent(SLOW_NETWORK_SHARE)} on. Links, per GPU: {links_text}",
         numbers,
         NamedQuantity("slow from", 100 * SLOW_NETWORK_SHARE, "%"),
@@ -309,35 +308,13 @@ def _describe_missing_network_time(case: GuideCase) -> str:
     return "no time is predicted of DDP, nor of FSDP over all GPUs"
 
 
-def _predict_with_spare_memory(case: GuideCase, run: PredictedRun) -> tuple[PredictedRun, str]:
-    """The same run, and words for it, as it would be if the allocator never had to retry.
-
-    What a GPU waits for the allocator hides communication, and says nothing of the network.
-    """
-    time = run.prediction.time
-    if time is None or not time.degraded:
-        return run, ""
-    run_settings = {
-        **run.distinguishing_settings,
-        "hardware.memory_limit_gib": str(math.ceil(2 * _compute_reserved_gib(run))),
-    }
-    spare_run = case.predict_run(**{key.replace(".", "__"): value for key, value in run_settings.items()})
-    if isinstance(spare_run, Unpredictable):
-        return run, ""
-    return spare_run, ", were there memory to spare, so that the allocator need not retry"
-
-
 def _predict_at_batch_one(case: GuideCase, candidate: RankedCandidate) -> TimePrediction | None:
     """The time of the same run at one sequence per GPU, where the batch was not asked for."""
     if case.requested_batch is not None or candidate.config.batch_size_per_gpu == 1:
         return None
     run_settings = {key.replace(".", "__"): value for key, value in candidate.settings.items()}
     batch_one_run = case.predict_run(**{**run_settings, "batch_size_per_gpu": "1"})
-    return (
-        None
-        if isinstance(batch_one_run, Unpredictable)
-        else _predict_with_spare_memory(case, batch_one_run)[0].prediction.time
-    )
+    return None if isinstance(batch_one_run, Unpredictable) else batch_one_run.prediction.time
 
 
 def _describe_batch_one_peak(case: GuideCase, **settings: str) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bench.advice.ranking import CandidateRanking, RankedCandidate
-from bench.advice.sentence import format_overrides
+from bench.advice.wording import format_overrides
 from bench.config.compose import compose_config
 from bench.config.grid import RunSettings
 from bench.config.run_config import RunConfig, build_run_config

@@ -17,21 +17,15 @@ from bench.advice.budget import TrainingBudget
 from bench.advice.candidates import CandidateSet, build_candidates, choose_default_precision
 from bench.advice.cost_tables import list_budget_columns
 from bench.advice.json_csv import build_candidate_values, build_subject_values
+from bench.advice.misfits import describe_misfit
 from bench.advice.question import AdviceQuestion
 from bench.advice.ranking import rank_with_last_resort
-from bench.advice.sentence import (
-    describe_advice,
-    describe_assumed_network,
-    describe_misfit,
-    format_gib,
-    format_overrides,
-    join_items,
-    list_warnings,
-)
+from bench.advice.sentence import describe_advice, describe_assumed_network, list_warnings
 from bench.advice.tree.agreement import RankedOption, describe_agreement, rank_options
 from bench.advice.tree.answers import DecisionStep, walk_tree
 from bench.advice.tree.options import GuideCase
 from bench.advice.tree.tree import TREE_SOURCE, TreeLeaf, adapt_to_device
+from bench.advice.wording import format_gib, format_overrides, join_items
 from bench.config.compose import compose_config
 from bench.config.grid import RunSettings
 from bench.core import presentation
@@ -237,7 +231,7 @@ def _build_case_values(guidance: CaseGuidance) -> dict[str, Any]:
         "ranking": {
             "advice": guidance.ranking_advice,
             "warnings": list_warnings(ranking.possible),
-            "best": build_candidate_values(ranking.possible[0], 1, guidance.budget) if ranking.possible else None,
+            "best": build_candidate_values(ranking.best_candidate, 1, guidance.budget) if ranking.possible else None,
             "possible": len(ranking.possible),
             "infeasible": len(ranking.infeasible),
         },

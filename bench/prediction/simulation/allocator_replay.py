@@ -39,6 +39,8 @@ class AllocatorReplay:
     updated_numels: Sequence[int] = ()
     is_full: bool = False
     """Something did not fit, even when all that was cached had been given back: what follows is not played."""
+    num_retries: int = 0
+    """Of all steps that have ended."""
     _held: dict[str, list[Block]] = field(default_factory=dict)
     _persistent_names: set[str] = field(default_factory=set)
     _storages: dict[StorageKind, dict[int, Block]] = field(default_factory=lambda: defaultdict(dict))
@@ -73,6 +75,7 @@ class AllocatorReplay:
         self._kept_gradients = []
         self._storages.clear()
         self.allocator.collect_late_frees(max(now, self.allocator.last_ready_time))
+        self.num_retries += self.allocator.num_retries
 
     def hold(self, name: str, size: float, stream: str, now: float) -> None:
         """Hold bytes under a name."""

@@ -78,7 +78,7 @@ class ReplayedMemory:
     """What the model of the allocator made of a run."""
 
     reserved_bytes: int
-    """With as much memory as it asks for."""
+    """All there is, without workspaces, where the allocator had to give back what it cached."""
     fits: bool
     """Within the capacity: every block found a place, if need be when all that was cached had been given back."""
 
@@ -115,7 +115,7 @@ def predict_memory(
         reserved.value + outside_bytes, reserved.low + outside_bytes, reserved.high + outside_bytes
     )
     host_capacity = _compute_host_capacity(config) if host_bytes else None
-    finds_place = capacity is not None and (wanted.value <= capacity if replayed is None else replayed.fits)
+    finds_place = replayed is None or replayed.fits
     fit = None if capacity is None else predict_fit(allocated, capacity, library_bytes, finds_place=finds_place)
     if host_capacity is not None and host_bytes > host_capacity:
         fit = DOES_NOT_FIT
@@ -158,7 +158,8 @@ def _predict_wanted(
     late_bytes: float,
     replayed: ReplayedMemory | None,
 ) -> PredictedRange:
-    """What the caching allocator would reserve if the device had as much as it asks for: never less than is active."""
+    """What the caching allocator would reserve if the device had as much as it asks for, or at least all there is where
+    that is too little: never less than is active."""
     base, ratio = simulated_rank.stream_peaks_bytes, STREAM_PEAKS_RATIO
     if replayed is not None:
         base, ratio = replayed.reserved_bytes, REPLAY_RATIO

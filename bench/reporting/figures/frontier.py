@@ -193,8 +193,8 @@ def _draw_frontier(
     if disagreements:
         caption += f" {CPU_CAVEAT if device == 'cpu' else GPU_CAVEAT}"
     alt_text = (
-        f"Map of {len(lanes_by_name)} models and strategies against {len(world_sizes)} numbers of "
-        f"{get_rank_nouns(device)}, {subject}: "
+        f"Map of models and strategies ({len(lanes_by_name)}) against "
+        f"{presentation.format_world_sizes(world_sizes, device)}, {subject}: "
     )
     alt_text += (
         "; ".join(f"{evidence}: {_format_outcome_counts(shown_cells, evidence)}" for evidence in evidence_kinds)

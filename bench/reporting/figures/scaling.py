@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
 from bench.config.flop_conventions import format_tflops_label
-from bench.core.presentation import CPU_NOTE, build_slug, format_list, get_rank_noun, get_rank_nouns
+from bench.core.presentation import CPU_NOTE, build_slug, format_list, format_world_sizes, get_rank_noun, get_rank_nouns
 from bench.reporting.drawing import lanes, style
 from bench.reporting.drawing.drawing import Drawing, ReportFigure, ReportSection, create_figure, draw_header
 from bench.reporting.tables.cells import build_cells, iterate_groups, select_drawable_cells
@@ -104,7 +104,7 @@ def _draw_scaling(facet: pd.DataFrame, palette: dict[str, style.VariantStyle]) -
     alt_text = (
         f"Line chart of {speed_label} of {first_row['model']} in {first_row['precision']} on "
         f"{first_row['place']} at "
-        f"{format_list([str(world_size) for world_size in world_sizes])} ranks for "
+        f"{format_world_sizes(world_sizes, first_row['device'])} for "
         f"{format_list(list(facet['series'].unique()), 12)}."
     )
     model = first_row["heading"].split(" · ")[0]

@@ -17,8 +17,8 @@ from bench.core.presentation import (
     choose_memory_unit,
     format_list,
     format_number,
+    format_ranks,
     get_rank_noun,
-    get_rank_nouns,
 )
 from bench.reporting.drawing import lanes, style
 from bench.reporting.drawing.drawing import Drawing, ReportFigure, ReportSection, create_figure, draw_header
@@ -116,10 +116,7 @@ def build_section(table: pd.DataFrame, palette: dict[str, style.VariantStyle]) -
 
 def _draw_trade_off(facet: pd.DataFrame, palette: dict[str, style.VariantStyle]) -> Drawing:
     first_row = facet.iloc[0]
-    noun, ranks_label = (
-        get_rank_noun(first_row["device"]),
-        f"{first_row['world_size']} {get_rank_nouns(first_row['device'])}",
-    )
+    noun, ranks_label = get_rank_noun(first_row["device"]), format_ranks(first_row["world_size"], first_row["device"])
     unit, unit_bytes = choose_memory_unit(float(facet[MEMORY_COLUMN].max()))
     marks_by_choice = _assign_marks(facet, palette)
     legend_entries = _build_legend(facet, marks_by_choice)

@@ -310,8 +310,8 @@ def _build_scaling_chart(
     title = " · ".join(str(name) for name in title_parts if name)
     alt = (
         f"Line chart of {speed_label} of {title} at "
-        f"{presentation.format_list([str(size) for size in world_sizes], 12)} "
-        f"{nouns} for {presentation.format_list(list(dict.fromkeys(facet['series'])), 12)}. "
+        f"{presentation.format_world_sizes(world_sizes, first_row['device'], 12)} "
+        f"for {presentation.format_list(list(dict.fromkeys(facet['series'])), 12)}. "
         "The same runs are in the table."
     )
     return InteractiveChart(title, "lines", {"data": traces, "layout": layout}, alt)

@@ -132,11 +132,7 @@ def _describe_configurations(rows: pd.DataFrame) -> str:
     models = presentation.format_list(list(dict.fromkeys(rows["model"].astype(str))), 4)
     world_sizes = sorted({int(size) for size in rows["world_size"].dropna()})
     device = rows["device"].iloc[0]
-    ranks_text = (
-        f", {presentation.format_list([str(size) for size in world_sizes], 6)} {presentation.get_rank_nouns(device)}"
-        if world_sizes
-        else ""
-    )
+    ranks_text = f", {presentation.format_world_sizes(world_sizes, device)}" if world_sizes else ""
     return f"{presentation.format_list(variant_texts, 6)}; {models}{ranks_text}"
 
 

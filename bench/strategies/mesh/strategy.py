@@ -92,7 +92,7 @@ class MeshStrategy(Strategy):
             divides=("every layer", "layers", "sequences", "experts"),
         ),
     )
-        supported_finetunes = ("full", "lora")
+    supported_finetunes = ("full", "lora")
 
     tensor: Annotated[int | None, DEGREE_RANGE]
     """Ranks that every layer is split over. null: 1."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -81,13 +81,6 @@ class NeoX(Family):
     def find_block_lists(self, model: nn.Module) -> Sequence[nn.ModuleList]:
         """The one list of blocks."""
         return [model.get_submodule("gpt_neox.layers")]  # type: ignore[list-item]
-
-    def run_blocks(self, blocks: Sequence[nn.Module], *args: Any, **kwargs: Any) -> Any:
-        """Hand the hidden states from block to block."""
-        hidden, *rest = args
-        for block in blocks:
-            hidden = block(hidden, *rest, **kwargs)
-        return hidden
 
     def count_flops_per_sequence(self, sequence_length: int) -> FlopCount:
         """Of the products with weights, and of attention's."""

@@ -1,0 +1,108 @@
+"""What of a run's settings do not go together."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from bench.core.errors import ImpossibleError, invalid_value_error
+from bench.models import float8
+from bench.models.base import find_checkpointing_budget
+from bench.models.checkpointing import CHECKPOINTING_MODES
+from bench.models.chunked_loss import check_chunked_loss
+from bench.strategies import StepSettings, format_float8_strategies, require_whole_replicas
+
+if TYPE_CHECKING:
+    from bench.config.run_config import RunConfig
+
+MAX_TOKENS_PER_PROCESS = 2**27
+"""Of one micro-batch in one process."""
+
+
+def check_run(config: RunConfig) -> None:
+    """Raise `ImpossibleError` unless a run can be carried out as it is."""
+    if config.mode not in config.strategy.supported_modes:
+        raise ImpossibleError(
+            f"mode={config.mode} is not valid for strategy={config.strategy.name}, of which nobody has stated what a "
+            f"rank alone would keep and wait for: choose mode={' or '.join(config.strategy.supported_modes)}."
+        )
+    if config.is_rehearsed:
+        config.strategy.find_rehearsed_rank(config.rehearse.rank, config.gpus)
+    elif config.rehearse.rank is not None:
+        valid = f"null with mode={config.mode}, or mode=rehearse"
+        raise invalid_value_error("rehearse.rank", config.rehearse.rank, valid, ImpossibleError)
+    if config.is_rehearsed and config.devices_per_process > 1:
+        raise ImpossibleError(
+            f"mode=rehearse is not valid for strategy={config.strategy.name}, which drives all devices from one "
+            "process, so that the first cannot run alone: choose mode=predict or measure."
+        )
+    unsteady_steps = config.strategy.first_steady_step - 1
+    if not config.is_predicted and config.measurement.warmup_steps < unsteady_steps:
+        valid_values = (
+            f"at least {unsteady_steps}, since so many steps of strategy={config.strategy.name} are not like the later"
+        )
+        raise invalid_value_error(
+            "measurement.warmup_steps", config.measurement.warmup_steps, valid_values, ImpossibleError
+        )
+    if not config.is_predicted and config.measurement.steps < config.strategy.step_period:
+        valid_values = (
+            f"at least {config.strategy.step_period}, since so many steps of strategy={config.strategy.name} are one "
+            "period"
+        )
+        raise invalid_value_error("measurement.steps", config.measurement.steps, valid_values, ImpossibleError)
+    if config.gpus > config.gpus_per_node and config.gpus % config.gpus_per_node:
+        valid_values = f"a multiple of gpus_per_node={config.gpus_per_node}, or fewer"
+        raise invalid_value_error("gpus", config.gpus, valid_values, ImpossibleError)
+    if config.sequences_per_rank * config.sequence_length > MAX_TOKENS_PER_PROCESS:
+        valid_values = f"fewer sequences, or shorter ones: at most {MAX_TOKENS_PER_PROCESS} tokens in one process"
+        raise invalid_value_error("batch_size_per_gpu", config.batch_size_per_gpu, valid_values, ImpossibleError)
+    if config.expandable_segments and config.hardware.device == "cpu":
+        raise ImpossibleError(
+            "expandable_segments=true is not valid on a CPU, which has no caching allocator: choose false."
+        )
+    config.model.check_sequence_length(config.sequence_length)
+    config.model.check_run(config.precision, config.gpus)
+    if config.model.communicates:
+        require_whole_replicas(config.strategy, config.model)
+        if config.finetune.name != "full":
+            raise invalid_value_error(
+                "finetune", config.finetune.name, f"full, for model={config.model.name}", ImpossibleError
+            )
+    config.strategy.check_model(config.model, config.batch_size_per_gpu, config.sequence_length)
+    config.strategy.check_device(config.hardware.device)
+    if config.precision.uses_float8:
+        if not config.strategy.takes_float8:
+            raise ImpossibleError(
+                f"precision={config.precision.name} is not valid for strategy={config.strategy.name}: choose bf16, or "
+                f"strategy {format_float8_strategies()}."
+            )
+        float8.require_torchao(config.precision)
+    config.strategy.check_precision(config.precision)
+    config.strategy.check_optimizer(config.optimizer.name, config.optimizer.implementation)
+    config.optimizer.check_tensors(config.strategy.name, config.strategy.updated_tensor_kind)
+    config.optimizer.check_offloaded_state(config.strategy.name, config.strategy.offloaded_state)
+    config.strategy.check_finetune(config.finetune.name, config.finetune.quantised_bits)
+    if config.activation_offload and config.compile:
+        raise ImpossibleError(
+            "activation_offload=true is not valid with compile=true, whose blocks keep what the compiler chooses: "
+            "choose false."
+        )
+    if find_checkpointing_budget(config.activation_checkpointing) is not None and config.compile:
+        raise ImpossibleError(
+            f"activation_checkpointing={config.activation_checkpointing} is not valid with compile=true, whose "
+            f"compiled operators are not those of the model: choose {', '.join(CHECKPOINTING_MODES)}."
+        )
+    if config.loss_chunks is not None:
+        check_chunked_loss(config.model)
+    config.finetune.check(config.model, config.precision, config.hardware.device)
+    config.strategy.check_step(
+        StepSettings(
+            config.gradient_accumulation,
+            config.gradient_accumulation_sync,
+            config.optimizer.keep_gradients,
+            config.compile,
+            config.precision,
+            config.loss_chunks is not None,
+            config.activation_offload,
+            config.finetune.name,
+        )
+    )
