@@ -11,4 +11,4 @@ class Rehearsal:
 
     rank: int | str | None = None
     """The rank that runs: its number; ``stage:2`` for the first that has a stage; or coordinates of a mesh, as
-    ``pipeline:1,tensor:3``, the first of each dimension that is not named. null: 0."""
+    ``pipeline:1-tensor:3``, the first of each dimension that is not named. null: 0."""

@@ -64,9 +64,9 @@ STAGE_PREFIX = "stage"
 
 
 def find_rank(layout: MeshLayout, timetable: Timetable | None, place: str) -> int | None:
-    """The first rank at a place: ``stage:2``, or coordinates as ``pipeline:1,tensor:3``; None where there is none."""
+    """The first rank at a place: ``stage:2``, or coordinates as ``pipeline:1-tensor:3``; None where there is none."""
     coordinates = dict.fromkeys(dict(layout.degrees), 0)
-    for part in place.split(","):
+    for part in place.split("-"):
         name, _, text = part.strip().partition(":")
         if not text.isdecimal():
             return None

@@ -249,7 +249,7 @@ class MeshStrategy(Strategy):
         num_stages = 1 if self.timetable is None else self.timetable.num_stages
         degrees = ", ".join(f"{name}:0 to {degree - 1}" for name, degree in self.layout.degrees if degree > 1)
         return (
-            f"{super().describe_rehearsed_ranks(world_size)}, stage:0 to {num_stages - 1}, or coordinates with commas "
+            f"{super().describe_rehearsed_ranks(world_size)}, stage:0 to {num_stages - 1}, or coordinates with hyphens "
             f"between them ({degrees or 'there are none'})"
         )
 
