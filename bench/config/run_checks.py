@@ -25,6 +25,11 @@ def check_run(config: RunConfig) -> None:
             f"mode={config.mode} is not valid for strategy={config.strategy.name}, of which nobody has stated what a "
             f"rank alone would keep and wait for: choose mode={' or '.join(config.strategy.supported_modes)}."
         )
+    if config.is_rehearsed:
+        config.strategy.find_rehearsed_rank(config.rehearse.rank, config.gpus)
+    elif config.rehearse.rank is not None:
+        valid = f"null with mode={config.mode}, or mode=rehearse"
+        raise invalid_value_error("rehearse.rank", config.rehearse.rank, valid, ImpossibleError)
     if config.is_rehearsed and config.devices_per_process > 1:
         raise ImpossibleError(
             f"mode=rehearse is not valid for strategy={config.strategy.name}, which drives all devices from one "

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 from bench.config.global_batch import MAX_ACCUMULATION, GlobalBatch, parse_global_batch, require_accumulation
 from bench.config.measurement import Measurement, fill_measurement_defaults
+from bench.config.rehearsal import Rehearsal
 from bench.config.run_checks import check_run
 from bench.config.run_id import (
     ADDED_FIELD_DEFAULTS,
@@ -38,7 +39,7 @@ from bench.strategies import Strategy, load_strategy
 EVIDENCE_BY_MODE = {"measure": "measured", "rehearse": "rehearsed", "predict": "predicted"}
 """Modes and the evidence their rows carry."""
 
-SECTION_NAMES = ("model", "strategy", "precision", "optimizer", "hardware", "measurement", "finetune")
+SECTION_NAMES = ("model", "strategy", "precision", "optimizer", "hardware", "measurement", "finetune", "rehearse")
 """Fields of `RunConfig` with fields of their own."""
 
 CHUNKED_LOSS = "chunked"
@@ -88,6 +89,7 @@ class RunConfig:
     """What blocks keep for backward waits in the memory of the machine around the device."""
     gradient_clip_norm: Annotated[float | None, Within(0, 1e38, exclusive_minimum=True)] = None
     """Scale all gradients together so that their norm is at most this before the optimizer's step; null: leave them."""
+    rehearse: Rehearsal = field(default_factory=Rehearsal)
     expandable_segments: bool = False
     """torch's caching allocator grows segments by pages (``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``)."""
 
@@ -229,6 +231,11 @@ class RunConfig:
         return EVIDENCE_BY_MODE[self.mode]
 
     @property
+    def rehearsed_rank(self) -> int:
+        """The number of the rank that runs where one alone does."""
+        return self.strategy.find_rehearsed_rank(self.rehearse.rank, self.gpus)
+
+    @property
     def is_predicted(self) -> bool:
         return self.mode == "predict"
 
@@ -302,7 +309,12 @@ def build_run_config(raw: dict[str, Any]) -> RunConfig:
     UsageError
         Naming the field, the value and the valid choices.
     """
-    raw = {"finetune": {"name": "full"}, **ADDED_FIELD_DEFAULTS, **raw}  # rows of before there was a choice do not say
+    raw = {
+        "finetune": {"name": "full"},
+        "rehearse": {"rank": None},
+        **ADDED_FIELD_DEFAULTS,
+        **raw,
+    }  # rows of before there was a choice do not say
     section_classes: dict[str, type] = {
         "model": load_family(_get_plugin_name(raw, "model", "family")),
         "strategy": load_strategy(_get_plugin_name(raw, "strategy", "name")),
@@ -311,6 +323,7 @@ def build_run_config(raw: dict[str, Any]) -> RunConfig:
         "hardware": Hardware,
         "measurement": Measurement,
         "finetune": load_finetune(str(raw["finetune"].get("name"))),
+        "rehearse": Rehearsal,
     }
     raw["strategy"] = {
         **get_added_strategy_knobs(raw["strategy"]),

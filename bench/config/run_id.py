@@ -53,6 +53,7 @@ ADDED_KNOB_DEFAULTS: dict[str, dict[str, object]] = {
     },
     "finetune": {"name": "full"},
     "measurement": {"min_warmup_s": 0.0, "min_timed_s": 0.0},
+    "rehearse": {"rank": None},
 }
 """Knobs that came later, and what was done before there was a choice: at that they are left out of a run's identity, so
 that what was measured before is still the same run. A section of which nothing is left is left out as well."""

@@ -1,4 +1,4 @@
-"""A process group of which rank 0 alone is there: its collectives move nothing between processes.
+"""A process group of which one rank alone is there: its collectives move nothing between processes.
 
 Everything else of a rank is as in a real run of that size: the sharding, the shapes, the kernels, the allocator. What
 the other ranks would have sent is made up from what this one has, with as little work on the device as leaves sensible
@@ -43,7 +43,7 @@ class CompletedWork(dist._Work):
 
 
 class RehearsalGroup(dist.ProcessGroup):
-    """The first rank of a group whose others are not there.
+    """A rank of a group whose others are not there.
 
     In a gather every other rank has what this one has: a sharded parameter becomes this rank's shard over and over,
     so that its values are spread like the true ones. A reduction leaves what this rank contributes, as if the others'
@@ -51,16 +51,19 @@ class RehearsalGroup(dist.ProcessGroup):
 
     Parameters
     ----------
+    rank: int
+        Of the one that is there.
     size: int
         Ranks the group would have.
     """
 
-    def __init__(self, size: int) -> None:
-        super().__init__(0, size)  # type: ignore[call-arg]
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]
+        self._rank = rank
         self._size = size
 
     def rank(self) -> int:
-        return 0
+        return self._rank
 
     def size(self) -> int:
         """Ranks the group would have."""
@@ -106,9 +109,11 @@ class RehearsalGroup(dist.ProcessGroup):
         """The output becomes the input over and over. FSDP2's input is its own part of the output already."""
         output_parts = output_tensor.view(self._size, -1)
         with torch.no_grad():
-            if output_parts.data_ptr() != input_tensor.data_ptr():
-                output_parts[0].copy_(input_tensor.view(-1))
-            output_parts[1:].copy_(output_parts[:1])
+            own_part = output_parts[self._rank]
+            if own_part.data_ptr() != input_tensor.data_ptr():
+                own_part.copy_(input_tensor.view(-1))
+            output_parts[: self._rank].copy_(own_part[None])
+            output_parts[self._rank + 1 :].copy_(own_part[None])
         return _build_completed_work([output_tensor])
 
     def reduce_scatter_single(
@@ -116,7 +121,7 @@ class RehearsalGroup(dist.ProcessGroup):
     ) -> CompletedWork:
         """The output becomes this rank's part of the input."""
         with torch.no_grad():
-            output_tensor.view(-1).copy_(input_tensor.view(self._size, -1)[0])
+            output_tensor.view(-1).copy_(input_tensor.view(self._size, -1)[self._rank])
         return _build_completed_work([output_tensor])
 
     def all_gather_single_coalesced(
@@ -173,13 +178,11 @@ def _build_completed_work(tensors: list[torch.Tensor]) -> CompletedWork:
 
 
 def _create_group(store: dist.Store, rank: int, size: int, timeout: datetime.timedelta) -> RehearsalGroup:
-    if rank:
-        raise ValueError(f"rank {rank} cannot be rehearsed: rank 0 is the first of all its groups")
-    return RehearsalGroup(size)
+    return RehearsalGroup(rank, size)
 
 
-def init_rehearsal_group(world_size: int) -> None:
-    """Make this process rank 0 of `world_size` ranks that are not there."""
+def init_rehearsal_group(world_size: int, rank: int = 0) -> None:
+    """Make this process one of `world_size` ranks, of which the others are not there."""
     if REHEARSAL_BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(REHEARSAL_BACKEND, _create_group, devices=["cpu", "cuda"])
-    dist.init_process_group(REHEARSAL_BACKEND, store=dist.HashStore(), rank=0, world_size=world_size)
+    dist.init_process_group(REHEARSAL_BACKEND, store=dist.HashStore(), rank=rank, world_size=world_size)

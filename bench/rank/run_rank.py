@@ -121,7 +121,9 @@ def run_rank(
             num_micro_batches=config.gradient_accumulation,
             gradient_clip_norm=config.gradient_clip_norm,
         )
-        share_index, num_shares = config.strategy.find_batch_share(coordinates.rank, config.gpus)
+        share_index, num_shares = config.strategy.find_batch_share(
+            config.rehearsed_rank if config.is_rehearsed else coordinates.rank, config.gpus
+        )
         batches = build_micro_batches(
             config.model,
             num_micro_batches=config.gradient_accumulation,
@@ -154,7 +156,7 @@ def run_rank(
             torch.set_num_threads(config.hardware.cpu_threads)
         kv_store: dist.Store | None = None
         if config.is_rehearsed:
-            init_rehearsal_group(config.gpus)
+            init_rehearsal_group(config.gpus, config.rehearsed_rank)
         else:
             kv_store = connect_store()
             dist.init_process_group(

@@ -214,6 +214,26 @@ class Strategy(ABC):
         """Over how many ranks every layer of the resolved strategy's model is split; None where layers are whole."""
         return None
 
+    def find_rehearsed_rank(self, requested: int | str | None, world_size: int) -> int:
+        """The rank that ``rehearse.rank`` means to the resolved strategy.
+
+        Raises
+        ------
+        UsageError
+            If there is none.
+        """
+        if requested is None:
+            return 0
+        with contextlib.suppress(ValueError):
+            rank = int(requested)
+            if 0 <= rank < world_size:
+                return rank
+        raise invalid_value_error("rehearse.rank", requested, self.describe_rehearsed_ranks(world_size))
+
+    def describe_rehearsed_ranks(self, world_size: int) -> str:
+        """What ``rehearse.rank`` can be, in words."""
+        return f"null, or a number from 0 to {world_size - 1}"
+
     def label_stage(self, stage: int) -> str:
         """What a stage of the resolved strategy's pipeline is called where its memory is told."""
         return f"stage {stage}"

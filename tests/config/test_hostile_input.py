@@ -72,7 +72,7 @@ def nothing_is_executed(tmp_path_factory) -> Iterator[Path]:
             (prediction,) = run_predictions.predict_configs(
                 [compose_run_config("hardware=a100_80gb", "gpus=2", "mode=predict")]
             )
-            patch.setattr(run_predictions, "predict_runs", lambda configs: [prediction for _ in configs])
+            patch.setattr(run_predictions, "predict_runs", lambda configs, **options: [prediction for _ in configs])
         yield folder
 
 

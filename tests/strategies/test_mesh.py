@@ -306,7 +306,6 @@ REFUSED = {
         ("gpt", PIPELINE, DDP, "strategy.schedule=zbv_zero_bubble", "model.num_layers=4"),
         "without the hooks that tell DDP",
     ),
-    "rehearse": (("gpt", "mode=rehearse"), "mode=rehearse is not valid for strategy=mesh"),
     "dropout": (("gpt", TENSOR, "model.dropout=0.1"), "drop out the same"),
     "no experts": (("gpt", EXPERT), "which has no experts"),
     "experts": (("moe", EXPERT, "model.num_experts=7"), "a divisor of model.num_experts=7: 1, 7"),

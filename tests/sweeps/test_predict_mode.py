@@ -43,7 +43,7 @@ def nothing_runs(monkeypatch, tmp_path_factory):
     monkeypatch.setattr(run_sweep, "detect_device", lambda: CPU)
     monkeypatch.setenv("PATH", "/usr/bin-without-slurm")
     monkeypatch.setenv("BENCH_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
-    monkeypatch.setattr(run_predictions, "_predictions_by_run_id", {})
+    monkeypatch.setattr(run_predictions, "_predictions", {})
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def told(monkeypatch, answer: Callable[[RunConfig], Prediction]) -> list[RunConf
     """Have a predictor of our own; what it is asked for."""
     asked: list[RunConfig] = []
 
-    def predict_all(configs):
+    def predict_all(configs, **options):
         asked.extend(configs)
         return [answer(config) for config in configs]
 

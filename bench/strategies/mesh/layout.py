@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from bench.core.errors import ImpossibleError, invalid_value_error
 from bench.strategies.base import list_divisors
+from bench.strategies.pipeline.schedule import Timetable
 
 PIPELINE, REPLICAS, SHARDS, EXPERT, CONTEXT, TENSOR = (
     "pipeline",
@@ -56,6 +57,31 @@ class MeshLayout:
         for name in BATCH_DIMS:
             share = share * self.get_degree(name) + coordinates[name]
         return share, self.get_degree(*BATCH_DIMS)
+
+
+STAGE_PREFIX = "stage"
+"""Of what names a rank by a stage that it has."""
+
+
+def find_rank(layout: MeshLayout, timetable: Timetable | None, place: str) -> int | None:
+    """The first rank at a place: ``stage:2``, or coordinates as ``pipeline:1-tensor:3``; None where there is none."""
+    coordinates = dict.fromkeys(dict(layout.degrees), 0)
+    for part in place.split("-"):
+        name, _, text = part.strip().partition(":")
+        if not text.isdecimal():
+            return None
+        number = int(text)
+        if name == STAGE_PREFIX:
+            if number >= (1 if timetable is None else timetable.num_stages):
+                return None
+            name, number = PIPELINE, 0 if timetable is None else timetable.find_rank_of_stage(number)
+        if name not in coordinates or number >= layout.get_degree(name):
+            return None
+        coordinates[name] = number
+    rank = 0
+    for name, degree in layout.degrees:
+        rank = rank * degree + coordinates[name]
+    return rank
 
 
 def resolve_degrees(requested: Mapping[str, int | None], followed: str, world_size: int) -> dict[str, int]:

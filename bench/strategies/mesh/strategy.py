@@ -38,6 +38,7 @@ from bench.strategies.mesh.layout import (
     TENSOR,
     MeshLayout,
     RankMesh,
+    find_rank,
     parse_order,
     resolve_degrees,
 )
@@ -244,6 +245,22 @@ class MeshStrategy(Strategy):
     @property
     def shards_experts_separately(self) -> bool:
         return self.data == FSDP_KIND and self.layout.get_degree(EXPERT) > 1
+
+    def find_rehearsed_rank(self, requested: int | str | None, world_size: int) -> int:
+        """Of a stage, or of coordinates, too."""
+        if isinstance(requested, str) and ":" in requested:
+            rank = find_rank(self.layout, self.timetable, requested)
+            if rank is not None:
+                return rank
+        return super().find_rehearsed_rank(requested, world_size)
+
+    def describe_rehearsed_ranks(self, world_size: int) -> str:
+        num_stages = 1 if self.timetable is None else self.timetable.num_stages
+        degrees = ", ".join(f"{name}:0 to {degree - 1}" for name, degree in self.layout.degrees if degree > 1)
+        return (
+            f"{super().describe_rehearsed_ranks(world_size)}, stage:0 to {num_stages - 1}, or coordinates with hyphens "
+            f"between them ({degrees or 'there are none'})"
+        )
 
     def label_stage(self, stage: int) -> str:
         """With the first rank that has it."""
