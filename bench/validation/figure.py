@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
@@ -13,10 +14,15 @@ from matplotlib.axes import Axes
 
 from bench.reporting.drawing import style
 from bench.validation.metrics import SPEED
-from bench.validation.scores import Score, group_by, pick_configurations
+from bench.validation.scores import Score, pick_configurations
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#f0e442", "#000000")
 """Okabe & Ito, as everywhere."""
+
+MARKERS = ("o", "s", "^", "D")
+"""One for every eight sources."""
+
+LEGEND_COLUMNS = 5
 
 ERROR_BAND = 0.15
 
@@ -32,9 +38,14 @@ def draw_accuracy_figure(scores: Sequence[Score], path: Path) -> None:
             ("step time, s", [score for score in counted if score.kind == SPEED]),
             ("memory, GB", [score for score in counted if score.kind != SPEED]),
         )
+        sources = list(dict.fromkeys(score.reading.source for score in counted))
         for panel_axes, (title, panel_scores) in zip(axes, panels, strict=True):
             if panel_scores:
-                _draw_panel(panel_axes, panel_scores, title)
+                _draw_panel(panel_axes, panel_scores, title, sources)
+        for source in sources:
+            axes[0].plot([], [], color=_get_colour(source, sources), label=source, **_build_point(source, sources))
+        axes[0].plot([], [], color=style.GRID_COLOUR, linewidth=6, label=f"within {ERROR_BAND:.0%}")
+        figure.legend(loc="outside lower center", ncols=LEGEND_COLUMNS)
         figure.savefig(path, metadata={"Software": None})
         plt.close(figure)
 
@@ -47,7 +58,7 @@ def _compute_point(score: Score) -> tuple[float, float]:
     return step_s * (1 + score.error), step_s
 
 
-def _draw_panel(axes: Axes, scores: Sequence[Score], title: str) -> None:
+def _draw_panel(axes: Axes, scores: Sequence[Score], title: str, sources: Sequence[str]) -> None:
     points = {id(score): _compute_point(score) for score in scores}
     values = [value for point in points.values() for value in point]
     limits = [0.8 * min(values), 1.25 * max(values)]
@@ -56,19 +67,20 @@ def _draw_panel(axes: Axes, scores: Sequence[Score], title: str) -> None:
     low, high = ([share * limit for limit in limits] for share in (1 - ERROR_BAND, 1 + ERROR_BAND))
     axes.fill_between(limits, low, high, color=style.GRID_COLOUR, linewidth=0, zorder=1)
     axes.plot(limits, limits, color=style.INK_COLOUR, linewidth=0.8, zorder=2)
-    groups = group_by(scores, lambda score: score.reading.source)
-    for index, (source, group) in enumerate(groups.items()):
-        colour = COLOURS[index % len(COLOURS)]
-        for score in group:
-            axes.plot(
-                *points[id(score)],
-                marker="o",
-                markersize=4,
-                markeredgecolor=colour,
-                markerfacecolor=colour if score.reading.is_complete else "white",
-                linestyle="none",
-                zorder=3,
-            )
-        axes.plot([], [], marker="o", color=colour, linestyle="none", label=source)
-    axes.plot([], [], color=style.GRID_COLOUR, linewidth=6, label=f"within {ERROR_BAND:.0%}")
-    axes.legend(loc="upper left")
+    for score in scores:
+        colour = _get_colour(score.reading.source, sources)
+        axes.plot(
+            *points[id(score)],
+            markeredgecolor=colour,
+            markerfacecolor=colour if score.reading.is_complete else "white",
+            zorder=3,
+            **_build_point(score.reading.source, sources),
+        )
+
+
+def _get_colour(source: str, sources: Sequence[str]) -> str:
+    return COLOURS[sources.index(source) % len(COLOURS)]
+
+
+def _build_point(source: str, sources: Sequence[str]) -> dict[str, Any]:
+    return {"marker": MARKERS[sources.index(source) // len(COLOURS)], "markersize": 4, "linestyle": "none"}
