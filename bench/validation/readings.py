@@ -81,6 +81,7 @@ class Reading:
     state_bytes: tuple[float, float] | None = None
     waits_for_sends: bool = False
     receives_in_turn: bool = False
+    frees_by_hand: bool = False
     is_noisy: bool = False
     """Whether its authors say that runs of the same configuration are far apart."""
 
@@ -208,6 +209,7 @@ def read_line(row: int, line: PublishedLine) -> Reading:
         is_noisy=knowledge.spread > 0,
         waits_for_sends=knowledge.waits_for_sends,
         receives_in_turn=knowledge.receives_in_turn or knowledge.state_bytes is not None,
+        frees_by_hand=knowledge.frees_by_hand,
         state_bytes=knowledge.state_bytes if micro_batches is not None else None,
     )
 

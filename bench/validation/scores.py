@@ -205,7 +205,10 @@ def _compute_range(
 
 
 def _find_verdict(reading: Reading, prediction: Prediction) -> str | None:
-    """Whether the run fits; of a row of which something was assumed, as the wider interval says."""
+    """Whether the run fits; of a row of which something was assumed, as the wider interval says. None where that is not
+    known, or not to be compared."""
+    if reading.frees_by_hand:
+        return None
     return prediction.memory.verdict if reading.is_complete else find_rough_verdict(reading.config, prediction.memory)
 
 

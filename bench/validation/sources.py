@@ -17,6 +17,7 @@ An entry, and each of its rules, may have these keys:
 * ``flops``: what TFLOPS and MFU count (`bench.config.flop_conventions`).
 * ``metrics``: metrics of the source that mean another one.
 * ``measures``: ``step``, or ``forward_and_backward`` where times leave out the optimizer.
+* ``frees_by_hand: true``: they free tensors of stages that torch keeps, so that whether a run fits is not compared.
 * ``recomputes_whole``: checkpointing computes whole blocks again, though torch is 2.1 or later (reentrant).
 * ``uncompiled``: predict without torch.compile, though rows say it.
 * ``block_size: sequence_length``: as many positions as tokens. ``extra_memory``: see `readings.EXTRA_MEMORY`.
@@ -66,6 +67,7 @@ class SourceKnowledge:
     state_bytes: tuple[float, float] | None = None
     waits_for_sends: bool = False
     receives_in_turn: bool = False
+    frees_by_hand: bool = False
     is_size_checked: bool = True
     spread: float = 0.0
     extra_memory: str | None = None

@@ -126,7 +126,7 @@ def test_a_table_is_scored_row_by_row_with_what_was_assumed(tmp_path: Path, caps
     assert memory["error"] == pytest.approx(memory["predicted"] / 2**29 - 1)
     assert outcome["verdict"] == "fits"
     assert outcome["verdict_is_wrong"]
-    assert refused["reason"].startswith("pipeline parallelism of 4")
+    assert refused["reason"] == "the number of micro-batches is not stated"
     assert (rough["class"], rough["assumptions"]) == ("rough", ["precision is not stated: bf16 mixed"])
     assert data["verdicts"]["out_of_memory_said_to_fit"] == 1
 
@@ -148,7 +148,7 @@ def test_the_example_of_the_guide_is_read() -> None:
     readings = read_lines(read_published_table(DATA_FOLDER / "docs" / "examples" / "my-runs.csv"))
     reasons = [reading.reason for reading in readings]
     assert reasons[:3] == [None] * 3
-    assert "expert parallelism of 8" in (reasons[-1] or "")
+    assert reasons[-1] == "the number of micro-batches is not stated"
 
 
 # --- What is known of sources.
