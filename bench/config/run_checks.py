@@ -20,11 +20,7 @@ MAX_TOKENS_PER_PROCESS = 2**27
 
 def check_run(config: RunConfig) -> None:
     """Raise `ImpossibleError` unless a run can be carried out as it is."""
-    if config.mode not in config.strategy.supported_modes:
-        raise ImpossibleError(
-            f"mode={config.mode} is not valid for strategy={config.strategy.name}, of which nobody has stated what a "
-            f"rank alone would keep and wait for: choose mode={' or '.join(config.strategy.supported_modes)}."
-        )
+    config.strategy.check_mode(config.mode)
     if config.is_rehearsed:
         config.strategy.find_rehearsed_rank(config.rehearse.rank, config.gpus)
     elif config.rehearse.rank is not None:

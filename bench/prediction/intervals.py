@@ -34,8 +34,8 @@ DEVICE_CLASSES = (TRAINING_ROWS, MICROBENCHMARKS, DERIVED)
 or it is assumed or derived from another device."""
 
 COMPLETE, ROUGH, LAYOUTS = "complete", "rough", "layouts"
-"""Whether everything that decides a row was stated; a user's own question is complete. Layouts of several kinds of
-parallelism (``strategy=mesh``) have a class of their own, whatever was stated."""
+"""Whether everything that decides a row was stated; a user's own question is complete. Layouts with tensor, pipeline,
+context or expert parallelism have a class of their own, whatever was stated."""
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,8 @@ def _read_peaks_and_bandwidth(name: str) -> tuple[dict[str, float], float | None
 
 
 def is_layout(config: RunConfig) -> bool:
-    """Whether a run's model is divided by several kinds of parallelism, or may be."""
-    return config.strategy.name == "mesh"
+    """Whether a run's layers, sequences, experts or micro-batches are divided, beside or instead of its parameters."""
+    return config.strategy.timetable is not None or config.strategy.build_tensor_parallel_split() is not None
 
 
 def find_factors(

@@ -124,9 +124,6 @@ class Strategy(ABC):
         """Whether the resolved strategy shards the experts of a layer by themselves."""
         return False
 
-    supported_modes: ClassVar[tuple[str, ...]] = ("measure", "rehearse", "predict")
-    """Ways to get a row of it."""
-
     takes_float8 = False
     """Whether it was shown to train a model whose linear layers compute in FP8."""
 
@@ -336,6 +333,9 @@ class Strategy(ABC):
                 f"others: choose finetune={' or '.join(self.supported_finetunes)}, or strategy "
                 f"{format_strategies_for_finetune(name)}."
             )
+
+    def check_mode(self, mode: str) -> None:
+        """Raise `ImpossibleError` where there are no rows of this mode: measure, rehearse or predict."""
 
     def check_step(self, settings: StepSettings) -> None:
         """Raise `ImpossibleError` where the strategy cannot carry out a step like this."""

@@ -111,7 +111,7 @@ def list_residuals(scores: Iterable[Score], metric: str, row_class: str) -> list
 
 def name_row_class(score: Score) -> str:
     """What rows are fitted together: layouts whatever was stated of them, else as much as was stated."""
-    if score.strategy.startswith("mesh"):
+    if score.is_layout:
         return LAYOUTS
     return COMPLETE if score.reading.is_complete else ROUGH
 

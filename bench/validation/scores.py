@@ -62,6 +62,7 @@ class Score:
     hardware: str
     device_class: str
     strategy: str
+    is_layout: bool
     family: str
     parameters: int
     gpus: int
@@ -171,6 +172,7 @@ def build_score(reading: Reading, first_prediction: Prediction, *further_predict
         hardware=config.hardware.name,
         device_class=classify_hardware(config.hardware),
         strategy=config.effective_strategy,
+        is_layout=is_layout(config),
         family=config.model.family,
         parameters=config.model.num_parameters,
         gpus=config.gpus,

@@ -94,6 +94,7 @@ def test_memory_of_a_small_mesh_is_what_is_measured(execute: Execute) -> None:
         for name, knobs in {
             "expert": (EXPERT,),
             "context": (CONTEXT, DDP, "strategy.context_form=all_gather"),
+            "pipeline x zero1": ("gpus=4", "model=gpt_tiny", PIPELINE, "strategy.data=zero1"),
             "pipeline": (PIPELINE, "precision=bf16", "batch_size_per_gpu=2", "strategy.micro_batches=4"),
         }.items()
     }
@@ -297,7 +298,6 @@ def test_schedules_that_split_backward_idle_less() -> None:
     ("knobs", "message"),
     [
         (("strategy.reshard_after_forward=true",), "reshard_after_forward=true is not valid with mode=predict"),
-        (("strategy.data=zero1", "precision=fp32"), "strategy.data=zero1 is not valid with mode=predict"),
     ],
 )
 def test_what_cannot_be_predicted_is_refused_with_the_reason(knobs: tuple[str, ...], message: str) -> None:

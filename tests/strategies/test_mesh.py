@@ -260,8 +260,16 @@ def test_every_knob_is_another_run_and_one_without_effect_is_not() -> None:
     ids = [compose_run_config(*run).run_id, *(compose_run_config(*run, knob).run_id for knob in KNOBS.values())]
     assert len(set(ids)) == len(ids)
     flat = (*MODELS["gpt"], *MESH, "gpus=4")
-    same = (flat, *((*flat, KNOBS[name]) for name in ("schedule", "micro-batches", "form", "sequence", "loss")))
+    same = (flat, *((*flat, KNOBS[name]) for name in ("schedule", "form", "sequence", "loss")))
     assert len({compose_run_config(*overrides).run_id for overrides in same}) == 1
+
+
+def test_micro_batches_without_a_pipeline_are_predicted_alone() -> None:
+    flat = (*MODELS["gpt"], *MESH, "gpus=4", KNOBS["micro-batches"])
+    for mode in ("measure", "rehearse"):
+        with pytest.raises(ImpossibleError, match=f"micro_batches=4 is not valid with mode={mode}.*accumulation=4"):
+            compose_run_config(*flat, f"mode={mode}")
+    assert compose_run_config(*flat, "mode=predict", "hardware=h100_80gb").strategy.timetable is not None
 
 
 @pytest.mark.parametrize("schedule", V_SCHEDULES)

@@ -342,7 +342,7 @@ NewFile = Callable[[Path], None]
 @pytest.mark.long
 def test_in_the_suite_itself_it_is_one_file_and_its_yaml(tmp_path: Path) -> None:
     """A copy of the suite with the strategy, a GPU, a tracker and a figure put beside its own."""
-    for folder in ("bench", "conf", "results/published"):
+    for folder in ("bench", "conf", "results/published", "results/predicted"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     package = SOURCES / "local_sgd/local_sgd"
     shutil.copy(package / "strategy.py", tmp_path / "bench/strategies/local_sgd.py")

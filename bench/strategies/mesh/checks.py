@@ -49,6 +49,16 @@ def check_knobs(strategy: MeshStrategy) -> None:
         )
 
 
+def check_mode(strategy: MeshStrategy, mode: str) -> None:
+    """Raise `ImpossibleError` for micro-batches without a pipeline, but in predictions."""
+    if mode != "predict" and strategy.micro_batches is not None and strategy.layout.get_degree(PIPELINE) == 1:
+        raise ImpossibleError(
+            f"strategy.micro_batches={strategy.micro_batches} is not valid with mode={mode} and strategy.pipeline=1, "
+            "since torch's schedules take no pipeline of one rank: choose null with gradient_accumulation="
+            f"{strategy.micro_batches}, strategy.pipeline of 2 or more, or mode=predict."
+        )
+
+
 def check_model(strategy: MeshStrategy, family: Family, batch_size_per_gpu: int, sequence_length: int) -> None:
     """Raise `ImpossibleError` where a dimension cannot divide the model, its sequences or the batch."""
     layout = strategy.layout

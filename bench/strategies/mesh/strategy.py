@@ -73,8 +73,6 @@ DEGREE_RANGE = Within(1, 2**17)
 NO_SCHEDULE = "none"
 """Of a model that is not cut into stages."""
 
-MEASURED_MODES = ("measure", "predict")
-
 
 @dataclass(frozen=True)
 class MeshStrategy(Strategy):
@@ -177,12 +175,6 @@ class MeshStrategy(Strategy):
         return MeshLayout(tuple((name, getattr(self, name)) for name in parse_order(self.order)))
 
     @property
-    def supported_modes(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Torch's schedules take no pipeline of one rank."""
-        is_predicted_alone = self.micro_batches is not None and self.layout.get_degree(PIPELINE) == 1
-        return ("predict",) if is_predicted_alone else MEASURED_MODES
-
-    @property
     def timetable(self) -> Timetable | None:
         """Which stages each rank runs; None where neither the model is cut into stages nor its batch into parts."""
         if self.micro_batches is None:
@@ -193,6 +185,9 @@ class MeshStrategy(Strategy):
     def check(self, world_size: int) -> None:
         """What knobs can be asked for together."""
         checks.check_knobs(self)
+
+    def check_mode(self, mode: str) -> None:
+        checks.check_mode(self, mode)
 
     def check_model(self, family: Family, batch_size_per_gpu: int, sequence_length: int) -> None:
         """Every dimension must find something to divide."""
