@@ -20,8 +20,8 @@ from bench.core.presentation import Presentation, TrainingTerm
 from bench.models.blocks import group_blocks
 from bench.strategies.base import BuildOptimizer, WrapContext
 from bench.strategies.framework import FrameworkStepper, FrameworkStrategy, PreparedModules, isolate_environment
-from bench.strategies.fsdp import FSDP2Plan
-from bench.strategies.fsdp1 import BACKWARD_PREFETCH_MODES
+from bench.strategies.fsdp.plan import FSDP2Plan
+from bench.strategies.fsdp1.strategy import BACKWARD_PREFETCH_MODES
 from bench.strategies.step_plan import PlanInputs, StepPlan
 from bench.strategies.stepper import Stepper
 

@@ -20,15 +20,7 @@ from bench.core.precision import PARAMETER_MIXING, Precision
 from bench.core.presentation import Presentation, TrainingOption, TrainingTerm
 from bench.core.typed_config import OneOf, Within
 from bench.optimizers.updated_tensor import FLAT_TENSORS, WHOLE_TENSORS
-from bench.strategies.base import (
-    BuildOptimizer,
-    StepSettings,
-    Strategy,
-    WrapContext,
-    require_packed_bits,
-    require_sharding_factor,
-    require_stored_reduce_dtype,
-)
+from bench.strategies.base import BuildOptimizer, StepSettings, Strategy, WrapContext
 from bench.strategies.deepspeed.offload import (
     DeepSpeedOffloadBf16Stage1Plan,
     DeepSpeedOffloadStage1And2Plan,
@@ -40,6 +32,7 @@ from bench.strategies.deepspeed.stages_0_to_2 import (
     DeepSpeedStage0Plan,
     DeepSpeedStage1And2Plan,
 )
+from bench.strategies.requirements import require_packed_bits, require_sharding_factor, require_stored_reduce_dtype
 from bench.strategies.step_plan import PlanInputs, StepPlan
 from bench.strategies.stepper import Stepper
 

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 from bench.core.errors import ImpossibleError, invalid_value_error
 from bench.core.precision import Precision
 from bench.models import Family
-from bench.strategies.base import StepSettings, list_divisors, require_stored_reduce_dtype
+from bench.strategies.base import StepSettings
 from bench.strategies.mesh.context import ALL_TO_ALL
 from bench.strategies.mesh.layout import CONTEXT, EXPERT, PIPELINE, SHARDS, TENSOR
 from bench.strategies.pipeline.schedule import SPLIT_BACKWARD_SCHEDULES
 from bench.strategies.pipeline.schedule_checks import check_schedule
+from bench.strategies.requirements import list_divisors, require_stored_reduce_dtype
 
 if TYPE_CHECKING:
     from bench.strategies.mesh.strategy import MeshStrategy

@@ -20,7 +20,7 @@ from bench.core.presentation import Presentation, TrainingTerm
 from bench.core.typed_config import OneOf, Within
 from bench.models import Family
 from bench.optimizers.updated_tensor import DIVIDED_DTENSORS, DTENSORS, PARTS, WHOLE_TENSORS
-from bench.strategies.base import BuildOptimizer, StepSettings, Strategy, WrapContext, require_sharding_factor
+from bench.strategies.base import BuildOptimizer, StepSettings, Strategy, WrapContext
 from bench.strategies.ddp import DDP_FIRST_STEADY_STEP
 from bench.strategies.global_norm import clip_by_global_norm, count_parts
 from bench.strategies.gradient_sync import control_data_parallel_sync
@@ -64,6 +64,7 @@ from bench.strategies.pipeline.model import PipelinedModel
 from bench.strategies.pipeline.schedule import ALL_SCHEDULES, DUAL_PIPE_V, Timetable
 from bench.strategies.pipeline.schedule_checks import choose_virtual_stages
 from bench.strategies.pipeline.step_plans import StagePlan, StageUnits
+from bench.strategies.requirements import require_sharding_factor
 from bench.strategies.step_plan import PIPELINE_GROUP, GroupDim, PlanInputs, StepPlan
 from bench.strategies.stepper import Stepper
 from bench.strategies.tensor_parallel.split import TensorParallelSplit, list_local_parameters
