@@ -95,7 +95,7 @@ def select(table: pd.DataFrame) -> pd.DataFrame:
         ``sharding_factor``, ``nodes``; median TFLOP/s per rank (``tflops``), peak memory in bytes (``memory``:
         reserved, or allocated where that is all that is known; of a predicted run out of memory what it would need),
         each with ``_low`` and ``_high``; ``exposed``, the share of the step in exposed communication;
-        ``out_of_memory`` and ``degraded``;
+        ``out_of_memory`` and ``degraded``; ``links``, the anchors of the runs;
         ``states``, the bytes of one copy's parameters, gradients and Adam state where they follow; ``capacity``, the
         bytes of the device. What is unknown is NaN.
     """
@@ -111,6 +111,7 @@ def select(table: pd.DataFrame) -> pd.DataFrame:
         "parameter_dtype",
         "nodes",
         "degraded",
+        "link",
         *POINT_COLUMNS,
     ]
     points = [_build_point(group) for group in group_rows(rows, key_columns, [*FACET_COLUMNS, *needed_columns])]
@@ -176,6 +177,7 @@ def _build_point(rows: list[dict[str, Any]]) -> dict[str, Any]:
             )
         ),
         "out_of_memory": len(fitting_rows) < len(rows),
+        "links": tuple(list_known_values(rows, "link")),
         "degraded": any(list_known_values(fitting_rows, "degraded")),
         "states": float(ADAM_BYTES_PER_PARAMETER * row["parameters"]) if has_fp32_adam else float("nan"),
         "capacity": float("nan") if fit_question is None else fit_question["memory_gib"] * GIB,

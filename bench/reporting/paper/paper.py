@@ -302,7 +302,8 @@ def compare_with_paper(comparison: PaperComparison, table: pd.DataFrame) -> list
     list
         Pairs of the setting in words ("" where the paper states it) and a table: ``panel``, ``series``, ``column``,
         ``world_size``, ``evidence``, ``quantity`` (its short name), ``value`` (NaN where memory ran out), ``low`` and
-        ``high`` (uncertainty, interval or range of repeats), ``out_of_memory``, ``degraded``.
+        ``high`` (uncertainty, interval or range of repeats), ``out_of_memory``, ``degraded``, ``links`` (anchors of
+        the runs).
     """
     published_rows = _load_paper_rows()
     figure_rows = published_rows[published_rows["source_figure"].str.endswith(comparison.figure)]
@@ -373,7 +374,8 @@ def _build_published_points(comparison: PaperComparison, figure_rows: pd.DataFra
             margin = 0.0 if pd.isna(row["source_uncertainty"]) else float(row["source_uncertainty"])
             if quantity.scale == GB:
                 margin = margin or 0.5
-            points.append(_build_point(comparison, row, quantity, value, value - margin, value + margin, False))
+            point = _build_point(comparison, row, quantity, value, value - margin, value + margin, False)
+            points.append({**point, "links": ()})
     return pd.DataFrame(points)
 
 
@@ -396,7 +398,8 @@ def _build_store_points(comparison: PaperComparison, rows: pd.DataFrame) -> pd.D
             if row["evidence"] == "predicted" and not fitted_rows.empty:
                 low, high = _compute_interval(row, quantity, value)
             degraded = bool(fitted_rows["degraded"].fillna(False).any())
-            points.append(_build_point(comparison, row, quantity, value, low, high, degraded))
+            point = _build_point(comparison, row, quantity, value, low, high, degraded)
+            points.append({**point, "links": tuple(group["link"])})
     return pd.DataFrame(points)
 
 
