@@ -167,22 +167,19 @@ def _draw_trade_off(facet: pd.DataFrame, palette: dict[str, style.VariantStyle])
 
 
 def _assign_marks(facet: pd.DataFrame, palette: dict[str, style.VariantStyle]) -> dict[str, style.VariantStyle]:
-    """Every choice's own marker, or one of another colour's; choices of one strategy share its colour in shades."""
+    """The mark of every choice's strategy; further choices of one strategy have its colour and other markers."""
     marks_by_choice: dict[str, style.VariantStyle] = {}
-    shade_counts: dict[str, int] = {}
     for row in facet.to_dict("records"):
         if row["choice"] not in marks_by_choice:
-            shade = shade_counts.get(row["variant"], 0)
-            shade_counts[row["variant"]] = shade + 1
-            colour = style.lighten_colour(palette[row["variant"]].colour, min(0.3 * shade, 0.6))
+            colour = palette[row["variant"]].colour
             taken_markers = {
                 mark.marker for mark in marks_by_choice.values() if style.is_similar_colour(mark.colour, colour)
             }
-            first_marker = len(marks_by_choice) % len(style.MARKERS)
+            first_marker = style.MARKERS.index(palette[row["variant"]].marker)
             markers = style.MARKERS[first_marker:] + style.MARKERS[:first_marker]
-            marks_by_choice[row["choice"]] = style.VariantStyle(
-                colour, next((marker for marker in markers if marker not in taken_markers), markers[0])
-            )
+            is_first = row["variant"] not in {name.partition(", ")[0] for name in marks_by_choice}
+            free_markers = markers if is_first else [marker for marker in markers if marker not in taken_markers]
+            marks_by_choice[row["choice"]] = style.VariantStyle(colour, (*free_markers, markers[0])[0])
     return marks_by_choice
 
 

@@ -60,21 +60,19 @@ def _find_deviations(table: pd.DataFrame) -> list[Finding]:
         text = (
             f"{source['evidence'].capitalize()} {source['quantity']} is {format_percent(source['mean'])} off what was "
             f"{source['against']} on average ({source['source']}, {format_plural(source['pairs'], 'pair')}), at worst "
-            f"{format_percent(source['worst'], signed=True)}: {worst['label']}, {format_number(worst['value'])} against "
-            f"{format_number(worst['reference'])} {unit}.{_describe_interval(source)}"
+            f"{format_percent(source['worst'], signed=True)}: {worst['label']}, {format_number(worst['value'])} "
+            f"against {format_number(worst['reference'])} {unit}.{_describe_interval(source)}"
         )
         findings.append(Finding(text, tuple(link for links in of_source["links"] for link in links)))
-    close = representative.drop(
-        index=[index for index, pair in representative.iterrows() if _is_among(pair, far)]
-    )
+    close = representative.drop(index=[index for index, pair in representative.iterrows() if _is_among(pair, far)])
     if len(close):
         deviations = close["deviation"].abs()
         text = (
-            f"{'The rest agrees' if findings else 'All agree'} better: {format_plural(len(close), 'pair')} of what was "
-            f"estimated and what was measured or published are {format_percent(float(deviations.mean()))} apart on "
-            f"average, at most {format_percent(float(deviations.max()))}."
+            f"{'The rest agrees better' if findings else 'They agree'}: {format_plural(len(close), 'pair')} of what "
+            f"was estimated and what was measured or published {'is' if len(close) == 1 else 'are'} "
+            f"{format_percent(float(deviations.mean()))} apart on average, at most "
+            f"{format_percent(float(deviations.max()))}."
         )
-        text = text.replace("All agree better", "They agree")
         findings.append(Finding(text, tuple(link for links in close["links"] for link in links)))
     return findings
 

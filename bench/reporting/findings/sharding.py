@@ -108,7 +108,7 @@ def find_communication_costs(table: pd.DataFrame, configurations: Sequence[Confi
             f"{format_number(100 * worst.exposed_share, 2)} % of the step of {worst.variant}, {worst.row['heading']}, "
             f"{worst.row['precision']} ({describe_source(str(place), str(evidence))}): the most of "
             f"{format_plural(len(of_source), 'configuration')}, of which {num_high} communicate for more than "
-            f"{HIGH_EXPOSED_SHARE:.0%} of the step without computing.".replace("10%", "10 %")
+            f"{100 * HIGH_EXPOSED_SHARE:.0f} % of the step without computing."
         )
         findings.append(Finding(text, worst.run_links))
     return findings + _find_scaling_losses(table, configurations, set(sources))
@@ -138,8 +138,8 @@ def _find_scaling_losses(
             f"{series} of {last['model']}, {last['precision']}, {details} ({describe_source(str(place), evidence)}) "
             f"loses {format_number(100 * share, 2)} % of its speed from {first['world_size']} to "
             f"{last['world_size']} ranks ({format_number(first['median'])} to {format_number(last['median'])} TFLOP/s "
-            f"per {noun}), the most of {format_plural(len(losses), 'series')}."
-        ).replace("1 seriess", "1 series").replace("seriess", "series")
+            f"per {noun}), the most of {len(losses)} series."
+        )
         if last["device"] == "cpu":
             text += f" {CPU_NOTE}; processes share cores, too."
         shown = [one for one in configurations if any(_is_cell(one, point) for point in (first, last))]

@@ -57,8 +57,9 @@ def _find_best(
         text = f"{winner} ({describe_source(str(place), str(evidence))})"
         if len(comparisons) > 1:
             lead = max(compute_median(leads), 1 / compute_median(leads))
+            often = "" if 2 * num_wins > len(comparisons) else " most often,"
             text += (
-                f" in {num_wins} of {format_plural(len(comparisons), 'comparison')} where only the strategy differs, "
+                f"{often} in {num_wins} of {format_plural(len(comparisons), 'comparison')} where only the strategy differs, "
                 f"in the middle by a factor of {format_number(lead)} to the next. The widest"
             )
         text += f": {shown_group[0].row['heading']}, {shown_group[0].row['precision']}: {describe(shown_group)}."

@@ -6,12 +6,9 @@ run shards, fill and line what kind of evidence it is, a run out of memory stand
 
 from __future__ import annotations
 
-import base64
 import functools
-import gzip
 import html
 import importlib.resources
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +20,7 @@ from bench.core import presentation
 from bench.reporting.drawing import style
 from bench.reporting.drawing.lanes import is_degraded
 from bench.reporting.figures import scaling
+from bench.reporting.page.packing import compress_text
 from bench.reporting.tables.cells import iterate_groups, sort_rows
 from bench.reporting.tables.table import CELL_COLUMNS
 
@@ -350,16 +348,3 @@ def _format_cell_hover(row: dict[Any, Any], noun: str) -> str:
             hover_lines.append(f"{row['out_of_memory']} of the repeats out of memory")
     first_line, *other_lines = (html.escape(line, quote=False) for line in hover_lines)
     return "<br>".join([f"<b>{first_line}</b>", *other_lines])
-
-
-# --- Large parts of a page, compressed: a script of the page unpacks them where they are needed.
-
-
-def compress_text(text: str) -> str:
-    """A text as gzip in base64, the same every time: letters and digits that may stand anywhere in HTML."""
-    return base64.b64encode(gzip.compress(text.encode(), compresslevel=9, mtime=0)).decode()
-
-
-def compress_json(value: Any) -> str:
-    """A plain value as JSON in `compress_text`."""
-    return compress_text(json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False))

@@ -45,8 +45,8 @@ def build_pairs(table: pd.DataFrame) -> pd.DataFrame:
         ``quantity`` (`SPEED` or `MEMORY`, in the units of `QUANTITY_UNITS`), ``source`` (figure of the paper, or
         place), ``label`` (the run in words), ``against`` (evidence of the reference: published or measured),
         ``evidence`` (of the estimate), ``reference`` and ``value`` with ``low`` and ``high`` of both, ``degraded``
-        (either is), ``world_size``, ``links`` (anchors of the runs of both), ``deviation`` (value against reference, a share; above 0 is too fast or too much
-        memory).
+        (either is), ``world_size``, ``links`` (anchors of the runs of both), ``deviation`` (value against reference, a
+        share; above 0 is too fast or too much memory).
     """
     pair_rows = [*_pair_with_published(table), *_pair_with_measured(table)]
     frame = pd.DataFrame(pair_rows, columns=PAIR_COLUMNS)

@@ -114,7 +114,8 @@ def build_frontier_cells(table: pd.DataFrame) -> pd.DataFrame:
     DataFrame
         ``device``, ``memory_gib`` and ``precision`` say which figure, ``heading`` (strategy and settings) which block
         of it, ``lane`` (model) which line, ``world_size`` which column; ``shared`` is what all cells of the figure
-        have in common in words; ``links`` are the anchors of its runs; ``answers`` is a list of `FitAnswer`, from what is most real to what nothing ran for.
+        have in common in words; ``links`` are the anchors of its runs; ``answers`` is a list
+        of `FitAnswer`, from what is most real to what nothing ran for.
         Blocks are ordered from replicated to sharded, lines by the number of parameters.
     """
     rows = table[find_frontier_rows(table)]

@@ -259,8 +259,9 @@ def _build_variant_suffixes(frame: pd.DataFrame, records: Sequence[Record]) -> l
     """Per row, what else must be said so that two different configurations never carry one name.
 
     A strategy's own knob (bucket size, prefetch, ...) is named where one variant was run with several values of it
-    on one model, unless it is at the default of its option's file; anything else in the configuration, and after it the versions and the commit, where the rows would
-    still be taken for repeats with what is named already.
+    on one model, unless it is at the default of its option's file; anything else
+    in the configuration, and after it the versions and the commit, where the rows would still be taken for repeats with
+    what is named already.
     """
     knobs = pd.DataFrame([_flatten_config(record) for record in records], index=frame.index, dtype=object)
     strategy_knobs = [knob for knob in knobs.columns if knob.startswith("strategy.")]
