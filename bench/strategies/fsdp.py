@@ -66,14 +66,6 @@ class FSDP2Strategy(ShardingStrategy):
             "full_shard": "o",
             "unsharded": "d",
         },
-            "no_shard": ">",
-            "full_replication": ">",
-            "hybrid_shard": "s",
-            "hybrid_shard_grad_op": "h",
-            "shard_grad_op": "v",
-            "full_shard": "o",
-            "unsharded": "d",
-        },
     )
     training_terms = (
         TrainingTerm(

@@ -76,14 +76,6 @@ class FSDP1Strategy(ShardingStrategy):
             "full_shard": "p",
             "unsharded": "d",
         },
-            "no_shard": "^",
-            "full_replication": "^",
-            "hybrid_shard": "*",
-            "hybrid_shard_grad_op": "P",
-            "shard_grad_op": "h",
-            "full_shard": "p",
-            "unsharded": "d",
-        },
     )
     training_terms = (
         TrainingTerm(

@@ -59,8 +59,8 @@ def _find_best(
             lead = max(compute_median(leads), 1 / compute_median(leads))
             often = "" if 2 * num_wins > len(comparisons) else " most often,"
             text += (
-                f"{often} in {num_wins} of {format_plural(len(comparisons), 'comparison')} where only the strategy differs, "
-                f"in the middle by a factor of {format_number(lead)} to the next. The widest"
+                f"{often} in {num_wins} of {format_plural(len(comparisons), 'comparison')} where only the strategy "
+                f"differs, in the middle by a factor of {format_number(lead)} to the next. The widest"
             )
         text += f": {shown_group[0].row['heading']}, {shown_group[0].row['precision']}: {describe(shown_group)}."
         findings.append((len(comparisons), Finding(text, list_links(shown_group))))

@@ -54,16 +54,6 @@ class PipelineStrategy(PipelinedStrategy):
             "interleaved_1f1b+ddp": ">",
             "interleaved_1f1b+fsdp": "h",
         },
-            "gpipe": "o",
-            "gpipe+ddp": "v",
-            "gpipe+fsdp": "s",
-            "1f1b": "^",
-            "1f1b+ddp": ">",
-            "1f1b+fsdp": "D",
-            "interleaved_1f1b": "p",
-            "interleaved_1f1b+ddp": ">",
-            "interleaved_1f1b+fsdp": "h",
-        },
     )
     training_terms = (
         TrainingTerm(
