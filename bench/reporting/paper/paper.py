@@ -54,9 +54,20 @@ class PlottedQuantity:
     low_column: str | None = None
     high_column: str | None = None
     """Columns of a prediction's interval; for speed it follows from that of the step time."""
+    short_label: str = ""
+    """How the axis of bars is named, which has less room; empty: as the axis of lines."""
+
+    @property
+    def bar_label(self) -> str:
+        return self.short_label or self.axis_label
 
 
-TFLOPS = PlottedQuantity("hardware_tflops_per_gpu", "hardware TFLOP/s per GPU (recomputation counted)", "TFLOP/s")
+TFLOPS = PlottedQuantity(
+    "hardware_tflops_per_gpu",
+    "hardware TFLOP/s per GPU (recomputation counted)",
+    "TFLOP/s",
+    short_label="TFLOP/s per GPU",
+)
 SAMPLE_RATE = PlottedQuantity("tokens_per_second_per_gpu", "samples per second per GPU", "samples/s")
 STEP_TIME = PlottedQuantity(
     "step_time_median_s", "seconds per step", "seconds", 1.0, "step_time_ci_low_s", "step_time_ci_high_s"
@@ -453,6 +464,18 @@ def compute_ratios(comparison: PaperComparison, points: pd.DataFrame) -> dict[tu
         values[row["series"]][row["panel"], row["evidence"], row["column"], world_size] = float(row["value"])
     numerators, denominators = (values[name] for name in comparison.ratio_series)
     return {key: value / denominators[key] for key, value in numerators.items() if key in denominators}
+
+
+def list_errors(store_points: pd.DataFrame, published: pd.DataFrame) -> list[float]:
+    """Of every point its relative difference from the published one of the same panel, series, quantity and, where that
+    is stated, number of GPUs; NaN where there is none, or one of both ran out of memory."""
+    errors = []
+    for point in store_points.to_dict("records"):
+        is_same = published[["panel", "series", "quantity"]].eq([point["panel"], point["series"], point["quantity"]])
+        has_size = published["world_size"].isna() | (published["world_size"] == point["world_size"])
+        values = published.loc[is_same.all(axis=1) & has_size, "value"].dropna()
+        errors.append(float(point["value"]) / float(values.iloc[0]) - 1 if len(values) else float("nan"))
+    return errors
 
 
 def compute_deviations(points: pd.DataFrame, evidence: str = "predicted") -> Sequence[float]:
