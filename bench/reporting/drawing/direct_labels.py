@@ -37,7 +37,10 @@ def draw_direct_labels(axes: Axes, labels: Sequence[DirectLabel], axes_height_in
         axes.annotate(
             label.text, (label.x, label.y), xytext=(1.03, height), textcoords="axes fraction", va="center", ha="left",
             fontsize=7, color=label.colour, annotation_clip=False,
-            arrowprops={"arrowstyle": "-", "color": label.colour, "linewidth": 0.5, "shrinkA": 1, "shrinkB": 4},
+            arrowprops={
+                "arrowstyle": "-", "color": label.colour, "linewidth": 0.5, "shrinkA": 1, "shrinkB": 4,
+                "relpos": (0, 0.5),
+            },
         )  # fmt: skip
 
 

@@ -121,7 +121,8 @@ def build_palette(variants: Iterable[Variant]) -> dict[str, VariantStyle]:
         first = MARKERS.index(find_strategy_marker(hue))
         if factor := SHARDING_FACTOR.search(variant.label):
             first += int(factor[1]).bit_length() - 2  # 0 for F = 2, 1 for F = 4, ...
-        detail = find_detail(variant.label)
+        own_kind = split_finetune(variant.kind.partition("/")[2])[0] if "/" not in hue else ""
+        detail = f"{own_kind} {find_detail(variant.label)}".strip()
         markers = [MARKERS[(first + offset) % len(MARKERS)] for offset in range(len(MARKERS))]
         if detail:
             start = 1 + _compute_checksum(detail) % (len(MARKERS) - 1)

@@ -18,6 +18,7 @@ import pandas as pd
 from bench.config.flop_conventions import format_tflops_label
 from bench.core import presentation
 from bench.reporting.drawing import style
+from bench.reporting.drawing.direct_labels import MAX_LEGEND_ENTRIES
 from bench.reporting.drawing.lanes import is_degraded
 from bench.reporting.figures import scaling
 from bench.reporting.page.packing import compress_text
@@ -135,6 +136,7 @@ def _build_explorer_chart(
         )
     if len(oom_rows):
         traces.append(_build_legend_trace(OOM_LABEL))
+    _shorten_legend(traces)
     layout = style.build_plotly_layout(f"peak allocated memory per {noun} ({unit})", speed_label)
     layout["xaxis"]["rangemode"] = "tozero"
     fastest_row = fitted_rows.iloc[int(fitted_rows["counted_tflops"].astype(float).argmax())]
@@ -147,6 +149,15 @@ def _build_explorer_chart(
         f"Out of memory: {len(oom_rows)}. The same runs are in the table."
     )
     return InteractiveChart(place, "explorer", {"data": traces, "layout": layout}, alt)
+
+
+def _shorten_legend(traces: list[PlotlyTrace]) -> None:
+    """Leave in the legend what has the most points where it would have more than `MAX_LEGEND_ENTRIES` entries; every
+    point says its name when it is hovered over."""
+    entries = [trace for trace in traces if trace.get("showlegend", True)]
+    entries.sort(key=lambda trace: (trace["name"] not in (OOM_LABEL, DEGRADED_LABEL), -len(trace["x"])))
+    for trace in entries[MAX_LEGEND_ENTRIES:]:
+        trace["showlegend"] = False
 
 
 def _format_trace_name(variant: str, evidence: str) -> str:
@@ -294,6 +305,7 @@ def _build_scaling_chart(
         )
     if (facet["out_of_memory"] > 0).any():
         traces.append(_build_legend_trace(OOM_LABEL))
+    _shorten_legend(traces)
     world_sizes = sorted({int(size) for size in facet["world_size"]})
     layout = style.build_plotly_layout(f"{nouns} (world size, logarithmic)", speed_label)
     layout["xaxis"] |= {"type": "log", "tickvals": world_sizes, "ticktext": [str(size) for size in world_sizes]}
