@@ -211,7 +211,7 @@ document.addEventListener("click", async (event) => {
   const [wantedName, wanted] = (link.dataset.select || "").split("=");
   for (const [select, name] of choices) if (name === wantedName) select.value = wanted;
   filter();
-  byId("runs").scrollIntoView();
+  table.scrollIntoView();
 });
 
 /** Once the runs are unpacked, and the table shows those that the address selects. */
