@@ -169,7 +169,7 @@ def save_drawing(drawing: Drawing, folder: Path) -> str:
 
     The same rows give the same bytes, on any day.
     """
-    caption = _draw_caption(drawing)
+    caption = draw_caption(drawing)
     with style.apply_report_style():
         pixels = np.vstack([_render_pixels(figure) for figure in (drawing.figure, caption)])
         matplotlib.image.imsave(folder / f"{drawing.name}.png", pixels, dpi=style.RC_PARAMS["savefig.dpi"])
@@ -179,7 +179,7 @@ def save_drawing(drawing: Drawing, folder: Path) -> str:
     return text
 
 
-def _draw_caption(drawing: Drawing) -> Figure:
+def draw_caption(drawing: Drawing) -> Figure:
     """The caption and the notes as a figure of the drawing's width."""
     width_in = drawing.figure.get_figwidth()
     lines = [
