@@ -20,7 +20,7 @@ from bench.records.store import validate_record
 from bench.reporting.drawing import style
 from bench.reporting.drawing.drawing import ReportSection
 from bench.reporting.figures import paper
-from bench.reporting.paper.paper import compute_deviations
+from bench.reporting.paper.deviations import compute_deviations
 from bench.reporting.tables.table import prepare_table
 from tests.config.test_sweeps import runs
 from tests.reporting.test_report import overlaps, words

@@ -24,15 +24,13 @@ from bench.reporting.drawing.drawing import (
     draw_header,
 )
 from bench.reporting.figures import paper_bars
+from bench.reporting.paper.deviations import compute_deviations, compute_ratios, list_errors
 from bench.reporting.paper.paper import (
     PAPER_COMPARISONS,
     PAPER_FILTERS,
     PAPER_SHARDING_LABELS,
     PaperComparison,
     compare_with_paper,
-    compute_deviations,
-    compute_ratios,
-    list_errors,
 )
 from bench.reporting.tables.cells import iterate_groups
 from bench.reporting.tables.table import RowNeeds
@@ -40,7 +38,9 @@ from bench.reporting.tables.table import RowNeeds
 HOW_TO_READ = (
     "Hollow diamonds are what the paper printed or, with a bar of their uncertainty, what was read off its plots; "
     "nobody ran them here. Circles and squares are rows of this store: filled where they were measured (a bar: range "
-    "of repeats), hollow where they were predicted (a bar: the interval that holds 19 of 20). Only runs of the same "
+    "of repeats), hollow where they were predicted (a bar: the interval that is stated to hold 19 of 20; every figure says "
+    "how many published points it holds). Figures 6(a) and 6(c) are bars, as in the paper, each with its error above; "
+    "there hatched bars are the paper's. Only runs of the same "
     "model on the same GPU, with the knobs the paper states, stand beside its points. Speed is hardware TFLOP/s: what "
     "activation checkpointing computes again is counted, as the paper very probably does."
 )

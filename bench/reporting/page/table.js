@@ -217,6 +217,7 @@ document.addEventListener("click", async (event) => {
 /** Once the runs are unpacked, and the table shows those that the address selects. */
 const ready = unpacked("rows").then((text) => {
   runs = JSON.parse(text).map(unpackedRun);
+  order = [...runs];
   headings.forEach((heading, column) => heading.dataset.choose && addChoice(heading, column));
   readAddress();
   filter();
