@@ -37,12 +37,12 @@ from bench.reporting.tables.table import RowNeeds
 
 HOW_TO_READ = (
     "Hollow diamonds are what the paper printed or, with a bar of their uncertainty, what was read off its plots; "
-    "nobody ran them here. Circles and squares are rows of this store: filled where they were measured (a bar: range "
-    "of repeats), hollow where they were predicted (a bar: the interval that is stated to hold 19 of 20; every figure says "
-    "how many published points it holds). Figures 6(a) and 6(c) are bars, as in the paper, each with its error above; "
-    "there hatched bars are the paper's. Only runs of the same "
-    "model on the same GPU, with the knobs the paper states, stand beside its points. Speed is hardware TFLOP/s: what "
-    "activation checkpointing computes again is counted, as the paper very probably does."
+    "nobody ran them here. Circles are rows of this store: filled where they were measured (a bar: range of repeats), "
+    "hollow where they were predicted (a bar: the interval that is stated to hold 19 of 20; every figure says how many "
+    "published points it holds). Figures 6(a) and 6(c) are bars, as in the paper: hatched ones are the paper's, and "
+    "above the others stands how far they are off. Only runs of the same model on the same GPU, with the knobs the "
+    "paper states, stand beside its points. Speed is hardware TFLOP/s: what activation checkpointing computes again is "
+    "counted, as the paper very probably does."
 )
 FIGURE = ReportFigure(
     name="paper",

@@ -7,7 +7,7 @@ nothing, `PaperComparison.note` says what was taken instead.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
