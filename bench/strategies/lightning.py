@@ -45,7 +45,7 @@ class LightningStrategy(FrameworkStrategy):
             "fsdp1_hybrid_shard_grad_op": ("FSDP1 hybrid shard grad op", ""),
             "fsdp1_full_shard": ("FSDP1 full shard", "#905476"),
         },
-        markers={"ddp": "s", "full_shard": "s", "fsdp1_full_shard": "8"},
+        markers={"ddp": "s", "full_shard": "s", "fsdp1_full_shard": "v"},
     )
     training_terms = (
         TrainingTerm("Lightning", ("strategy=lightning",), "its loop is used: shows what the framework costs"),

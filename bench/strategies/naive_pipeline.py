@@ -19,7 +19,7 @@ class NaivePipelineStrategy(PipelinedStrategy):
         position=110,
         colour="#878787",
         kinds={"+ddp": ("+ DDP", "#929292"), "+fsdp": ("+ FSDP2", "#676767")},
-        markers={"": "8", "+ddp": "^", "+fsdp": "p"},
+        markers={"": "P", "+ddp": "^", "+fsdp": "p"},
     )
     training_terms = (
         TrainingTerm(

@@ -77,7 +77,7 @@ def apply_report_style() -> Iterator[None]:
 SPARE_COLOURS = ("#a63c7d", "#2f8fa3", "#6f7a12", "#8a6aa0")
 MIN_COLOUR_DISTANCE = 0.15
 """Distance of two colours, as a share of that from black to white, below which they need different markers."""
-MARKERS = ("o", "s", "D", "^", "v", "P", ">", "p", "h", "*", "d", "8")
+MARKERS = ("o", "s", "D", "^", "v", "P", ">", "p", "h", "*", "d")
 
 
 @dataclass(frozen=True)
@@ -220,7 +220,7 @@ def sort_evidence(kinds: Iterable[str]) -> Sequence[str]:
 PLOTLY_SYMBOLS = {
     "o": "circle", "s": "square", "D": "diamond", "^": "triangle-up", "v": "triangle-down", "P": "cross",
     "<": "triangle-left", ">": "triangle-right", "p": "pentagon", "h": "hexagon", "*": "star", "d": "diamond-tall",
-    "8": "octagon", "X": "x",
+    "X": "x",
 }  # fmt: skip
 """Plotly's names of the markers."""
 

@@ -70,7 +70,7 @@ class DeepSpeedStrategy(Strategy):
             "stage_3": ("stage 3", "#4b60c0"),
         },
         mixed_precision={"deepspeed bf16": "parameters"},
-        markers={"stage_0": "*", "stage_1": "P", "stage_2": "v", "stage_3": "8"},
+        markers={"stage_0": "*", "stage_1": "P", "stage_2": "v", "stage_3": "d"},
     )
     training_terms = (
         TrainingTerm(

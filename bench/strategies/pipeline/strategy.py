@@ -48,7 +48,7 @@ class PipelineStrategy(PipelinedStrategy):
             "gpipe+ddp": "v",
             "gpipe+fsdp": "s",
             "1f1b": "^",
-            "1f1b+ddp": "8",
+            "1f1b+ddp": "P",
             "1f1b+fsdp": "D",
             "interleaved_1f1b": "p",
             "interleaved_1f1b+ddp": ">",
