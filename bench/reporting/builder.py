@@ -17,6 +17,7 @@ from bench.records import StoreContents, read_latest_attempts
 from bench.reporting.drawing import style
 from bench.reporting.drawing.drawing import ReportFigure, ReportSection, save_drawing
 from bench.reporting.figures import FIGURE_MODULES
+from bench.reporting.findings import find_topics, news
 from bench.reporting.page import page
 from bench.reporting.page.interactive import build_explorer_charts, build_scaling_charts
 from bench.reporting.tables.frontier import drop_batch_search_tries
@@ -26,7 +27,7 @@ MANIFEST_FILE = ".written-by-report"
 """In the figures' folder: names of the files an earlier report left there, which the next one replaces."""
 
 
-MAX_FIGURES = 60
+MAX_FIGURES = 40
 """Figures that a report draws unless it is asked for more: each takes half a second. So many show more than a page
 can be read for; a part of a large store is better reported alone."""
 
@@ -94,8 +95,11 @@ def write_report(
     try:
         (output / "figures").mkdir(parents=True, exist_ok=True)
         svg_texts = _save_figures(sections, output / "figures", max_figures)
-        html = page.render_page(store_name, contents, table, sections, svg_texts, charts, speeds.note if speeds else "")
+        topics = find_topics(final_runs, table, news.read_reported_runs(output))
+        speed_note = speeds.note if speeds else ""
+        html = page.render_page(store_name, contents, table, sections, svg_texts, topics, charts, speed_note)
         replace_file(output / "index.html", html)
+        news.write_reported_runs(output, news.list_reported_runs(table))
     except OSError as error:
         raise UsageError(f"Cannot write to {output} ({error.strerror}): choose another folder with --output.") from None
     return output / "index.html"

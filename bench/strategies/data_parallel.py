@@ -46,7 +46,7 @@ torch/nn/parallel/comm.py), of whole tensors each."""
 class DataParallelStrategy(Strategy):
     """One process scatters the batch, copies the model to every GPU and gathers the outputs on the first: each step."""
 
-    presentation = Presentation(label="DataParallel", position=10, colour="#7f4f24")
+    presentation = Presentation(label="DataParallel", position=10, colour="#925b29", markers={"": "d"})
     training_terms = (
         TrainingTerm(
             "DataParallel",

@@ -142,7 +142,11 @@ class DDPStrategy(BucketingStrategy):
     """DDP with the settings of a fair baseline."""
 
     presentation = Presentation(
-        label="DDP", position=20, colour="#d55e00", factor_line=FactorLine("D", offset_log2=-0.12)
+        label="DDP",
+        position=20,
+        colour="#a44d1e",
+        factor_line=FactorLine(offset_log2=-0.12),
+        markers={"": "D"},
     )
     training_terms: ClassVar[tuple[TrainingTerm, ...]] = (
         TrainingTerm("DDP", ("strategy=ddp",), "a whole copy fits on each GPU"),

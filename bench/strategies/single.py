@@ -17,7 +17,7 @@ from bench.strategies.step_plan import PlanInputs, ReplicatedPlan, StepPlan
 class SingleProcessStrategy(Strategy):
     """Plain training on one device."""
 
-    presentation = Presentation(label="Single", position=0, colour="#000000")
+    presentation = Presentation(label="Single", position=0, colour="#676767", markers={"": "*"})
     training_terms = (TrainingTerm("one GPU", ("strategy=single",), "the model fits, and one is fast enough"),)
     training_options = (TrainingOption("one process", {"strategy": "single"}, leaves={"plain training": 1}),)
 

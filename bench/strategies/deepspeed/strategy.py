@@ -58,11 +58,12 @@ class DeepSpeedStrategy(Strategy):
         position=60,
         kinds={
             "stage_0": ("stage 0", "#9a5b2e"),
-            "stage_1": ("stage 1", "#b0a000"),
+            "stage_1": ("stage 1", "#a29300"),
             "stage_2": ("stage 2", "#4b8f6b"),
-            "stage_3": ("stage 3", "#3b4fa8"),
+            "stage_3": ("stage 3", "#4b60c0"),
         },
         mixed_precision={"deepspeed bf16": "parameters"},
+        markers={"stage_0": "*", "stage_1": "P", "stage_2": "v", "stage_3": "d"},
     )
     training_terms = (
         TrainingTerm(

@@ -36,15 +36,24 @@ class FSDP2Strategy(ShardingStrategy):
         position=50,
         kinds={
             "no_shard": ("no shard", ""),
-            "full_replication": ("full replication", "#e69f00"),
-            "hybrid_shard": ("hybrid", "#009e73"),
+            "full_replication": ("full replication", "#ad7f24"),
+            "hybrid_shard": ("hybrid", "#24a450"),
             "hybrid_shard_grad_op": ("hybrid shard grad op", "#8a7a00"),
-            "shard_grad_op": ("shard grad op", "#56b4e9"),
-            "full_shard": ("full shard", "#0072b2"),
-            "unsharded": ("unsharded", "#6b6b6b"),
+            "shard_grad_op": ("shard grad op", "#2083a4"),
+            "full_shard": ("full shard", "#1a55f0"),
+            "unsharded": ("unsharded", "#878787"),
         },
         is_sharded_by_factor=True,
-        factor_line=FactorLine("o", kind="full_shard", offset_log2=-0.04),
+        factor_line=FactorLine(kind="full_shard", offset_log2=-0.04),
+        markers={
+            "no_shard": ">",
+            "full_replication": ">",
+            "hybrid_shard": "s",
+            "hybrid_shard_grad_op": "h",
+            "shard_grad_op": "v",
+            "full_shard": "o",
+            "unsharded": "d",
+        },
     )
     training_terms = (
         TrainingTerm(

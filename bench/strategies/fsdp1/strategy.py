@@ -44,16 +44,25 @@ class FSDP1Strategy(ShardingStrategy):
         label="FSDP1",
         position=40,
         kinds={
-            "no_shard": ("no shard", "#f0c05a"),
+            "no_shard": ("no shard", "#b8860b"),
             "full_replication": ("full replication", ""),
-            "hybrid_shard": ("hybrid", "#6cc5a8"),
-            "hybrid_shard_grad_op": ("hybrid shard grad op", "#a9c76c"),
-            "shard_grad_op": ("shard grad op", "#e3a6c6"),
-            "full_shard": ("full shard", "#cc79a7"),
+            "hybrid_shard": ("hybrid", "#40a383"),
+            "hybrid_shard_grad_op": ("hybrid shard grad op", "#7d9d3c"),
+            "shard_grad_op": ("shard grad op", "#d373a5"),
+            "full_shard": ("full shard", "#a72bbd"),
             "unsharded": ("unsharded", ""),
         },
         is_sharded_by_factor=True,
-        factor_line=FactorLine("s", kind="full_shard", offset_log2=0.06),
+        factor_line=FactorLine(kind="full_shard", offset_log2=0.06),
+        markers={
+            "no_shard": "^",
+            "full_replication": "^",
+            "hybrid_shard": "*",
+            "hybrid_shard_grad_op": "P",
+            "shard_grad_op": "h",
+            "full_shard": "p",
+            "unsharded": "d",
+        },
     )
     training_terms = (
         TrainingTerm(

@@ -84,7 +84,7 @@ class MeshStrategy(Strategy):
     together; experts over shards and context alone, each expert-parallel rank having others.
     """
 
-    presentation = Presentation(label="Mesh", position=120, colour="#4b4b8f")
+    presentation = Presentation(label="Mesh", position=120, colour="#5f5fab", markers={"": "h"})
     training_terms = (
         TrainingTerm(
             "3D parallelism, expert and context parallelism",

@@ -47,7 +47,7 @@ class TensorParallelStrategy(Strategy):
     its part of the logits, and the loss is computed without ever putting them together.
     """
 
-    presentation = Presentation(label="Tensor parallel", position=90, colour="#7f4fc9")
+    presentation = Presentation(label="Tensor parallel", position=90, colour="#7f4fc9", markers={"": "*"})
     training_terms = (
         TrainingTerm(
             "tensor parallelism",
