@@ -7,6 +7,7 @@ import sys
 
 from bench.advice.remembered import answer_or_remember
 from bench.core.command_line import build_parser, end_silently_on_interrupt, run_main
+from bench.core.errors import invalid_value_error
 
 COMMANDS = {
     "sweep": "measure, rehearse or predict a sweep: here, or on a SLURM cluster",
@@ -38,9 +39,11 @@ def main(arguments: list[str] | None = None) -> int:
     width = max(map(len, COMMANDS))
     listing = "\n".join(f"  {name:{width}}  {purpose}" for name, purpose in COMMANDS.items())
     parser = build_parser("", __doc__, f"commands:\n{listing}\n\nEach explains itself: COMMAND --help.")
-    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND")
-    if arguments:
-        parser.parse_args(arguments[:1])
+    if arguments and not arguments[0].startswith("-"):
+        print(invalid_value_error("COMMAND", arguments[0], COMMANDS), file=sys.stderr)
+        return 2
+    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", nargs="?")
+    parser.parse_args(arguments[:1])
     parser.print_help()
     return 0
 

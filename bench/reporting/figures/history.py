@@ -122,7 +122,7 @@ def _choose_unit(series: HistorySeries) -> tuple[float, str]:
     if series.quantity == STEP_TIME:
         return (1.0, "s") if largest >= 1 else (1e-3, "ms")
     if series.quantity == TFLOPS:
-        return (1.0, "TFLOP/s") if largest >= 1 else (1e-3, "GFLOP/s")
+        return 1.0, "TFLOP/s"
     unit, unit_bytes = presentation.choose_memory_unit(largest)
     return float(unit_bytes), unit
 

@@ -64,11 +64,7 @@ def format_value(quantity: str, number: float | str | None) -> str:
         return presentation.format_seconds(number)
     if quantity in MEMORY_COLUMNS:
         return presentation.format_memory(number)
-    return (
-        f"{presentation.format_number(number)} TFLOP/s"
-        if number >= 1
-        else f"{presentation.format_number(number * 1e3)} GFLOP/s"
-    )
+    return f"{presentation.format_number(number)} TFLOP/s"
 
 
 def format_run_counts(row: ComparedConfiguration) -> str:
