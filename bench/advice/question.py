@@ -249,7 +249,8 @@ examples:
   python -m bench.predict device mine memory_gb=96 bf16_tflops=400 bandwidth=2400
   python -m bench.predict validate
 
-Every field of every group can be set, as in bench.sweep, whose --help names them all. What is set is fixed; strategy, sharding factor,
+Every field of every group can be set, as in bench.sweep, whose --help names them all. What is set is fixed; strategy,
+sharding factor,
 reshard_after_forward and activation_checkpointing are varied where they are not, each at the largest batch that fits.
 global_batch=512 (sequences) or 4M_tokens compares all at one global batch.
 Commas give several values. The options below can be written key=value too.
@@ -258,8 +259,8 @@ exit code: 0 something may fit, 1 nothing does, 2 bad input.
 
 --format json, stable keys (what is unknown is null):
   format, tokens, prices[], pue, power_share, sections[], left_out[]
-  sections[]: question (with network: what is assumed of the links, and not_given), advice, warnings[], ranked[], infeasible[],
-    impossible[], rules_of_thumb[]
+  sections[]: question (with network: what is assumed of the links, and not_given), advice, warnings[], ranked[],
+    infeasible[], impossible[], rules_of_thumb[]
   ranked[], infeasible[]: rank, status, overrides, strategy, sharding_factor, precision, activation_checkpointing,
     batch_size_per_gpu, largest_batch_per_gpu, tflops_per_gpu, mfu, causal_tflops_per_gpu, causal_mfu,
     tokens_per_second_per_gpu, tokens_per_second,

@@ -30,7 +30,7 @@ class ImpossibleError(UsageError):
 def suggest_nearest(value: object, choices: Iterable[object]) -> str:
     """`` (did you mean t5_small?)`` for the choice that is spelled most like a value; empty where none is alike.
 
-    A choice with dots is also compared by its last part: ``sharding_factor`` is nearest to ``strategy.sharding_factor``.
+    A choice with dots is also compared by its last part: ``sharding_factor`` is near ``strategy.sharding_factor``.
     """
     texts = dict.fromkeys(str(choice) for choice in choices)
     by_last_part: dict[str, str] = {}

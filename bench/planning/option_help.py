@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from bench.config.groups import list_config_groups, list_presets
@@ -22,6 +23,7 @@ from bench.core.typed_config import (
 )
 from bench.finetune import load_finetune
 from bench.hardware import Hardware
+from bench.launch.slurm.profile import SlurmProfile
 from bench.models import load_family
 from bench.optimizers import load_optimizer
 from bench.planning.request import ExecutionOptions
@@ -45,10 +47,13 @@ def format_settings_help() -> str:
     hints |= {f"measurement.{name}": hint for name, hint in get_field_types(Measurement).items()}
     hints |= {f"rehearse.{name}": hint for name, hint in get_field_types(Rehearsal).items()}
     lines = ["settings (key=value; the default is in brackets):"]
-    for key, default, comment in list_main_fields():
+    for key, default, comment in list_documented_fields(MAIN_FILE):
         values = parse_type_hint(hints[key]).description if key in hints else ""
         lines += _format_entry(f"{key} [{default}]", ": ".join(part for part in (comment, values) if part))
-    lines += ["", "groups (GROUP=OPTION chooses one, GROUP.FIELD=VALUE sets a field of it; the default is in brackets):"]
+    lines += [
+        "",
+        "groups (GROUP=OPTION chooses one, GROUP.FIELD=VALUE sets a field of it; the default is in brackets):",
+    ]
     defaults = read_group_defaults()
     for group, options in list_config_groups().items():
         lines += _format_entry(f"{group} [{defaults.get(group, '-')}]", ", ".join(options))
@@ -62,10 +67,10 @@ def format_settings_help() -> str:
     return "\n".join(lines)
 
 
-def list_main_fields() -> Iterator[tuple[str, str, str]]:
-    """Of every field of ``conf/config.yaml``: its key with dots, its default, and the comment beside it."""
+def list_documented_fields(file: Path) -> Iterator[tuple[str, str, str]]:
+    """Of every field of a file under ``conf``: its key with dots, its value, and the comment beside it."""
     section, field = "", None
-    for line in MAIN_FILE.read_text(encoding="utf-8").splitlines():
+    for line in file.read_text(encoding="utf-8").splitlines():
         more = COMMENT_LINE.match(line)
         if more and field is not None:
             field = (field[0], field[1], f"{field[2]} {more['comment']}")
@@ -97,14 +102,16 @@ def _describe_group_fields(group: str) -> Iterator[tuple[str, tuple[str, str]]]:
     options = []
     for option in list_config_groups()[group]:
         values = read_plain_yaml(group, find_option_file(group, option))
-        hints = _find_field_types(group, values)
+        hints = _find_field_types(group, values) if values.get("launcher") != "local" else {}
         options.append(option)
+        comments = {key: comment for key, _, comment in list_documented_fields(find_option_file(group, option))}
         for name in hints or values:
             if name in ("name", "family", "launcher", "defaults"):
                 continue
             options_by_field.setdefault(name, []).append(option)
             description = parse_type_hint(hints[name]).description if name in hints else ""
-            values_by_field.setdefault(name, description or format_override_value(values.get(name)))
+            parts = [part for part in (comments.get(name), description) if part]
+            values_by_field.setdefault(name, ": ".join(parts) or f"as {format_override_value(values.get(name))}")
     for name, having in options_by_field.items():
         shown = ", ".join(having[:4]) + (f" and {len(having) - 4} more" if len(having) > 4 else "")
         yield name, ("" if len(having) == len(options) else f" ({shown})", values_by_field[name])
@@ -121,6 +128,7 @@ def _find_field_types(group: str, values: Mapping[str, Any]) -> dict[str, Any]:
         "tracker": lambda: load_tracker_class(name),
         "precision": lambda: Precision,
         "hardware": lambda: Hardware,
+        "cluster": lambda: SlurmProfile,
     }
     try:
         return dict(get_field_types(loaders[group]())) if group in loaders else {}

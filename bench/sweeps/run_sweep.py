@@ -38,12 +38,12 @@ from bench.sweeps.cluster_tables import build_arrays_table, build_submission_tex
 from bench.sweeps.predict_sweep import SweepPredictor, find_largest_batches, refuse_unpredictable
 from bench.sweeps.tables import (
     SweepProgress,
-    describe_assumptions,
     build_batch_search_table,
     build_plan_table,
     build_predicted_batch_table,
     build_prediction_table,
     build_result_table,
+    describe_assumptions,
 )
 from bench.tracking import TrackerClient
 from bench.tracking.tracked_run import build_report_run

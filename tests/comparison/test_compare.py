@@ -29,7 +29,8 @@ from bench.records.matching import build_run_key, encode_config_key
 from bench.reporting.drawing import style
 from bench.reporting.drawing.drawing import save_drawing
 from bench.reporting.figures.regression import build_detectable_table, draw_changes, draw_detectable_slowdowns
-from bench.reporting.regressions.files import format_junit_xml, format_markdown
+from bench.reporting.regressions.files import format_markdown
+from bench.reporting.regressions.junit import format_junit_xml
 from tests.conftest import ROOT, run_command
 from tests.records_fixture import write_store
 from tests.repeated_runs import A100_FACTS, PEAK_BYTES, TOPOLOGY, draw_step_times, make_runs, move_to_gpus

@@ -395,7 +395,9 @@ def _build_case_guidance(
     ranked_options = rank_options(case, leaf, on_progress)
     advice = describe_advice(case.ranking.possible, case.ranking.infeasible)
     agreement = describe_agreement(case, decision_path, ranked_options)
-    return CaseGuidance(case, decision_path, leaf, ranked_options, advice, *agreement, question.budget, question.not_given)
+    return CaseGuidance(
+        case, decision_path, leaf, ranked_options, advice, *agreement, question.budget, question.not_given
+    )
 
 
 def _build_case_settings(section_settings: RunSettings, question: AdviceQuestion) -> RunSettings:
