@@ -177,7 +177,9 @@ def is_interleaved(base: Sequence[Record], candidate: Sequence[Record]) -> bool:
     }:
         return False  # a store beside itself
     rounds = list(zip(*(sorted(side) for side in starts), strict=True))
-    return all(max(former) <= min(latter) for former, latter in itertools.pairwise(rounds))
+    return all(min(pair) < max(pair) for pair in rounds) and all(
+        max(former) <= min(latter) for former, latter in itertools.pairwise(rounds)
+    )
 
 
 def _has_valid_time(row: Record) -> bool:

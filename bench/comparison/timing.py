@@ -45,6 +45,11 @@ class StepTimes:
     """The k-th runs of both sides were made one after the other, for every k."""
 
 
+MIN_ROUNDS = 5
+"""Rounds of base and candidate in turn from which on their differences are judged: of fewer the spread is hardly known,
+and the runs of both sides, whose spread a drift makes larger, are taken as if they had been made in any order."""
+
+
 @dataclass(frozen=True)
 class TimeJudgement:
     """A shift, how significant it is among its like, and the verdict."""
@@ -138,8 +143,11 @@ def judge_times(
     if len(times) == 1:
         return judgements, judgements[0]
     usable_times = [times[index] for index in tested_indices] or times
-    are_rounds = all(step_times.is_interleaved for step_times in usable_times) and (
-        len({len(side) for step_times in usable_times for side in (step_times.base, step_times.candidate)}) == 1
+    run_counts = {len(side) for step_times in usable_times for side in (step_times.base, step_times.candidate)}
+    are_rounds = (
+        all(step_times.is_interleaved for step_times in usable_times)
+        and len(run_counts) == 1
+        and min(run_counts) >= MIN_ROUNDS
     )
     pool_shifts = statistics.pool_paired_shifts if are_rounds else statistics.pool_shifts
     pooled_shift = pool_shifts([(step_times.base, step_times.candidate) for step_times in usable_times])

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import re
 import textwrap
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
+from bench.config.documented_fields import MAIN_FILE, list_documented_fields, read_group_defaults
 from bench.config.groups import list_config_groups, list_presets
 from bench.config.measurement import Measurement
 from bench.config.rehearsal import Rehearsal
 from bench.config.run_config import RunConfig
 from bench.core.errors import UsageError
-from bench.core.option_files import CONF_FOLDER, find_option_file
+from bench.core.option_files import find_option_file
 from bench.core.precision import Precision
 from bench.core.typed_config import (
     format_override_value,
@@ -32,13 +31,6 @@ from bench.tracking.base import load_tracker_class
 
 WIDTH = 110
 """Columns of the help."""
-
-MAIN_FILE = CONF_FOLDER / "config.yaml"
-
-FIELD_LINE = re.compile(r"^(?P<indent> *)(?P<key>\w+):(?: (?P<value>[^#]*?))? *(?:# (?P<comment>.*))?$")
-COMMENT_LINE = re.compile(r"^ {12,}# (?P<comment>.*)$")
-
-HIDDEN_KEYS = ("defaults", "hydra")
 
 
 def format_settings_help() -> str:
@@ -65,34 +57,6 @@ def format_settings_help() -> str:
             for name, (options_text, values) in fields.items():
                 lines += _format_entry(f"{group}.{name}{options_text}", values)
     return "\n".join(lines)
-
-
-def list_documented_fields(file: Path) -> Iterator[tuple[str, str, str]]:
-    """Of every field of a file under ``conf``: its key with dots, its value, and the comment beside it."""
-    section, field = "", None
-    for line in file.read_text(encoding="utf-8").splitlines():
-        more = COMMENT_LINE.match(line)
-        if more and field is not None:
-            field = (field[0], field[1], f"{field[2]} {more['comment']}")
-            continue
-        if field is not None:
-            yield field
-            field = None
-        match = FIELD_LINE.match(line)
-        if match is None:
-            continue
-        section = (section if match["indent"] else "") if match["value"] else match["key"]
-        if match["value"] and section not in HIDDEN_KEYS and match["key"] not in HIDDEN_KEYS:
-            key = f"{section}.{match['key']}" if section else match["key"]
-            field = (key, match["value"].strip(), match["comment"] or "")
-    if field is not None:
-        yield field
-
-
-def read_group_defaults() -> dict[str, str]:
-    """The option of each group that ``conf/config.yaml`` chooses."""
-    chosen = read_plain_yaml("config", MAIN_FILE)["defaults"]
-    return {name: option for entry in chosen if isinstance(entry, dict) for name, option in entry.items()}
 
 
 def _describe_group_fields(group: str) -> Iterator[tuple[str, tuple[str, str]]]:
