@@ -171,6 +171,7 @@ def _find_row_links(stores: Sequence[Path], folder: Path) -> dict[RowKey, str]:
         for file in store.rglob(ROWS_FILE):
             for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
                 row = json.loads(line)
+                row = json.loads(line)
                 if "run_id" in row:  # not the heading
                     links[row["run_id"], row.get("attempt", 0)] = f"{os.path.relpath(file, folder)}#L{number}"
     return links
