@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 
 from bench.advice.remembered import answer_or_remember
 from bench.core.command_line import build_parser, end_silently_on_interrupt, run_main
+from bench.core.errors import invalid_value_error
 
 COMMANDS = {
     "sweep": "measure, rehearse or predict a sweep: here, or on a SLURM cluster",
@@ -25,34 +27,32 @@ COMMANDS = {
     "overhead": "what the suite itself costs, against a bare script",
     "records": "pack and unpack stores of rows",
 }
+PACKAGES = ("overhead", "records")
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command that is named first; without one, list all."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments and arguments[0] in COMMANDS:
-        module = importlib.import_module(f"bench.{arguments[0]}")
-        if hasattr(module, "__path__"):
-            module = importlib.import_module(f"{module.__name__}.__main__")
-        return int(module.main(arguments[1:]))
-    width = max(map(len, COMMANDS))
-    listing = "\n".join(f"  {name:{width}}  {purpose}" for name, purpose in COMMANDS.items())
+        module = f"bench.{arguments[0]}" + (".__main__" if arguments[0] in PACKAGES else "")
+        return int(importlib.import_module(module).main(arguments[1:]))
+    listing = "\n".join(f"  {name:{max(map(len, COMMANDS))}}  {purpose}" for name, purpose in COMMANDS.items())
     parser = build_parser("", __doc__, f"commands:\n{listing}\n\nEach explains itself: COMMAND --help.")
-    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND")
-    if arguments:
-        parser.parse_args(arguments[:1])
+    if arguments and not arguments[0].startswith("-"):
+        parser.error(str(invalid_value_error("COMMAND", arguments[0], COMMANDS)))
+    parser.parse_args(arguments[:1])  # --help, or an option that there is not
     parser.print_help()
     return 0
 
 
 def run_console_script() -> int:
-    """What ``fsdp-bench`` runs."""
     end_silently_on_interrupt()
+    if "_ARGCOMPLETE" in os.environ:
+        importlib.import_module("bench.config.completion").complete_command_line(COMMANDS)
     return run_main(_run_process)
 
 
 def _run_process() -> int:
-    """Run the command of this process's arguments; what was answered before is not answered again."""
     return answer_or_remember("bench", main) if sys.argv[1:2] in (["predict"], ["advise"]) else main()
 
 

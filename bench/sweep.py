@@ -5,12 +5,13 @@ from __future__ import annotations
 import sys
 
 from bench.core.command_line import build_parser, open_stdout_console, report_usage_errors, run_main
+from bench.planning.option_help import format_settings_help
 from bench.sweeps.run_sweep import run_sweep
 
 EPILOG = """\
-Every field of every group under conf/ can be set: model=t5_small strategy=fsdp strategy.sharding_factor=2 gpus=4.
+Every field of every group can be set: model=t5_small strategy=fsdp strategy.sharding_factor=2 gpus=4.
 With -m, commas make axes: -m model=t5_tiny,gpt_tiny gpus=1,2. Without a run of your own, the default sweep runs;
-others are sweep=NAME, one for every file under conf/sweep. dry_run=true shows the plan.
+others are sweep=NAME. dry_run=true shows the plan.
 
 exit code: 0 every run has a result (ok or oom) or was submitted, 1 one has not, 2 bad input.
 """
@@ -21,7 +22,9 @@ WIDTH_WITHOUT_TERMINAL = 140
 @report_usage_errors
 def main(arguments: list[str] | None = None) -> int:
     """Run a sweep; returns the exit code."""
-    parser = build_parser("sweep", __doc__, EPILOG)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    epilog = f"{EPILOG}\n{format_settings_help()}" if {"-h", "--help"} & set(arguments) else EPILOG
+    parser = build_parser("sweep", __doc__, epilog)
     parser.add_argument("-m", "--multirun", action="store_true", help="values with commas are axes of a grid")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example sweep=model_scale dry_run=true")
     options = parser.parse_intermixed_args(arguments)

@@ -33,6 +33,8 @@ class AdviceSection:
     """Why some combinations cannot be, or cannot be predicted, and how many."""
     warnings: list[str]
     """What may make the comparison an unfair one."""
+    not_given: tuple[str, ...] = ()
+    """Settings that decide the answer and were not typed."""
 
     @functools.cached_property
     def rule_comparisons(self) -> list[RuleComparison]:
@@ -100,6 +102,7 @@ def _build_section(settings: RunSettings, candidates: CandidateSet, question: Ad
         ranking,
         impossible_reasons,
         list_warnings(ranking.possible),
+        question.not_given,
     )
 
 

@@ -149,6 +149,7 @@ def _build_question_values(section: AdviceSection) -> dict[str, Any]:
     return {
         "settings": section.settings,
         **build_subject_values(config, section.settings),
+        "not_given": list(section.not_given),
         "sequence_length": config.sequence_length,
         "optimizer": config.optimizer.name,
         "capacity_bytes": section.ranking.top_candidate.prediction.memory.capacity,

@@ -14,10 +14,12 @@ from bench.advice.budget import TrainingBudget
 from bench.config.compose import compose_config
 from bench.config.flop_conventions import FLOP_CONVENTIONS
 from bench.config.grid import RunSettings
+from bench.config.groups import list_config_groups
 from bench.config.hydra_calls import list_override_values, parse_overrides
 from bench.config.price import parse_cost_terms
 from bench.core.command_line import PlainConsole, build_parser, require_path
 from bench.core.errors import UsageError, invalid_value_error, require_choice
+from bench.core.progress import show_progress
 from bench.hardware import detect_device
 from bench.hardware.detect import DetectedDevice
 from bench.planning.request import EXECUTION_KEYS, find_hardware_description
@@ -35,6 +37,9 @@ KNOB_KEYS = (
     "compile",
 )
 """Keys and groups that are ranked against each other; others with several values make a table each."""
+
+ASSUMED_KEYS = ("hardware", "precision", "sequence_length", "gpus")
+"""What decides an answer, and is said where it was not given; of the network every answer says what it assumes."""
 
 RANKINGS = ("speed", "cost")
 """What several tables are ordered by: as they were asked for, the fastest of each first; or the cheapest first."""
@@ -64,6 +69,8 @@ class AdviceQuestion:
     """What FLOPs the table's TFLOP/s and MFU count: one of `FLOP_CONVENTIONS`."""
     rank: str = RANKINGS[0]
     """What sections are ordered by: one of `RANKINGS`."""
+    not_given: tuple[str, ...] = ()
+    """Which of `ASSUMED_KEYS` nobody typed."""
 
     def list_sections(self) -> Iterator[RunSettings]:
         """The settings of every table."""
@@ -104,6 +111,7 @@ def read_question(
         else:
             overrides.append(argument)
     values_by_key = _parse_overrides(overrides)
+    given_groups = {_extract_group(key) for key, values in values_by_key.items() if values != ["auto"]}
     if "hardware" not in values_by_key or values_by_key["hardware"] == ["auto"]:
         cluster_fields = compose_config({key: values[0] for key, values in values_by_key.items() if key == "cluster"})[
             "cluster"
@@ -123,6 +131,17 @@ def read_question(
         max_rows=_parse_max_rows(chosen_options.get("top")),
         flops=_parse_flops(chosen_options.get("flops")),
         rank=_parse_ranking(chosen_options),
+        not_given=tuple(key for key in ASSUMED_KEYS if key not in given_groups),
+    )
+
+
+def _require_model(question: AdviceQuestion, command: str) -> AdviceQuestion:
+    """Raise `UsageError` where no model was given: nobody asks about the smallest one of the suite's own sweeps."""
+    if "model" in question.fixed_settings or "model" in question.section_axes:
+        return question
+    raise UsageError(
+        f"model is not given: choose model=NAME, one of {', '.join(list_config_groups()['model'])}, for example python "
+        f"-m bench.{command} model=llama3_8b gpus=8 hardware=h100_80gb."
     )
 
 
@@ -230,7 +249,8 @@ examples:
   python -m bench.predict device mine memory_gb=96 bf16_tflops=400 bandwidth=2400
   python -m bench.predict validate
 
-Every field of every group under conf/ can be set, as in bench.sweep. What is set is fixed; strategy, sharding factor,
+Every field of every group can be set, as in bench.sweep, whose --help names them all. What is set is fixed; strategy,
+sharding factor,
 reshard_after_forward and activation_checkpointing are varied where they are not, each at the largest batch that fits.
 global_batch=512 (sequences) or 4M_tokens compares all at one global batch.
 Commas give several values. The options below can be written key=value too.
@@ -239,8 +259,8 @@ exit code: 0 something may fit, 1 nothing does, 2 bad input.
 
 --format json, stable keys (what is unknown is null):
   format, tokens, prices[], pue, power_share, sections[], left_out[]
-  sections[]: question (with network: what is assumed of the links), advice, warnings[], ranked[], infeasible[],
-    impossible[], rules_of_thumb[]
+  sections[]: question (with network: what is assumed of the links, and not_given), advice, warnings[], ranked[],
+    infeasible[], impossible[], rules_of_thumb[]
   ranked[], infeasible[]: rank, status, overrides, strategy, sharding_factor, precision, activation_checkpointing,
     batch_size_per_gpu, largest_batch_per_gpu, tflops_per_gpu, mfu, causal_tflops_per_gpu, causal_mfu,
     tokens_per_second_per_gpu, tokens_per_second,
@@ -311,7 +331,7 @@ def parse_predict_arguments(arguments: Sequence[str], description: str | None) -
         ["details=true" if argument == "explain" else argument for argument in arguments]
     )
     option_values = {name: getattr(options, name) for name in (*options_help, "details")}
-    return read_question(options.overrides, option_values, detect_device())
+    return _require_model(read_question(options.overrides, option_values, detect_device()), "predict")
 
 
 def parse_advise_arguments(arguments: Sequence[str], description: str | None) -> tuple[AdviceQuestion | None, str]:
@@ -334,7 +354,7 @@ def parse_advise_arguments(arguments: Sequence[str], description: str | None) ->
     require_choice("format", output_format, ADVISE_FORMATS)
     overrides = [override for override in options.overrides if not override.startswith("format=")]
     budget_options = {name: getattr(options, name) for name in BUDGET_OPTIONS}
-    return read_question(overrides, budget_options, detect_device()), output_format
+    return _require_model(read_question(overrides, budget_options, detect_device()), "advise"), output_format
 
 
 def _build_question_parser(command: str, description: str | None, epilog: str) -> argparse.ArgumentParser:
@@ -348,8 +368,5 @@ def answer_with_progress(
     answer_question: Callable[[QuestionT, Callable[[str], None]], AnswerT], question: QuestionT
 ) -> AnswerT:
     """The answer, with a line on the terminal as long as it takes."""
-    error_console = PlainConsole(stderr=True)
-    if not error_console.is_terminal:
-        return answer_question(question, lambda message: None)
-    with error_console.status("predicting") as status:
-        return answer_question(question, status.update)
+    with show_progress(PlainConsole(stderr=True), "predicting") as line:
+        return answer_question(question, line.show)

@@ -14,7 +14,7 @@ from bench.advice.budget import TrainingBudget
 from bench.advice.cost_tables import CandidateColumn, build_cost_table, list_budget_columns
 from bench.advice.misfits import count_state_bytes, describe_misfit, is_too_large_at_any_batch, list_notes
 from bench.advice.ranking import CandidateRanking, RankedCandidate
-from bench.advice.sentence import describe_assumed_network
+from bench.advice.sentence import describe_assumed_network, describe_not_given
 from bench.advice.wording import (
     MEMORY_PART_LABELS,
     NO_RESHARD_SUFFIX,
@@ -32,9 +32,6 @@ from bench.prediction.prediction import FITS, TOO_CLOSE, PredictedRange
 from bench.prediction.prediction import MEMORY_PARTS as ALL_PARTS
 
 FIT_STYLES = {FITS: "green", TOO_CLOSE: "yellow"}
-
-ASSUMED_KEYS = ("model", "hardware", "gpus", "sequence_length")
-"""What a person is told where it was not given."""
 
 
 def build_answer_tables(
@@ -89,14 +86,11 @@ def _format_heading(section: AdviceSection) -> str:
     capacity = section.ranking.top_candidate.prediction.memory.capacity
     memory_text = "memory unknown" if capacity is None else f"{format_gib(capacity)} GiB each for the allocator"
     per_node_text = f", {config.gpus_per_node} per node" if config.nodes > 1 else ""
-    given_keys = {key.partition(".")[0] for key in section.settings}
-    assumed_keys = [key for key in ("sequence_length", "gpus") if key not in given_keys]
-    assumed_text = f" (not given: {' and '.join(assumed_keys)})" if assumed_keys else ""
     return (
         f"{config.model.name}, {presentation.format_count(config.model.num_parameters)} parameters, on "
         f"{presentation.format_ranks(config.gpus, config.hardware.device)} {config.hardware.name} "
         f"({memory_text}{per_node_text}), "
-        f"{config.sequence_length} tokens per sequence{assumed_text}"
+        f"{config.sequence_length} tokens per sequence{describe_not_given(config, section.not_given)}"
     )
 
 

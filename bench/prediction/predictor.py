@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 from bench.config.run_config import RunConfig
 from bench.core import processes
+from bench.core.progress import track_progress
 from bench.models.checkpointing import find_block_period
 from bench.models.materialize import count_buffer_bytes
 from bench.prediction import cache
@@ -129,15 +130,16 @@ def _predict_uncached(configs: list[RunConfig], simulate: Callable[[RunConfig], 
     load_traces(list({trace: None for config in configs for trace in _list_traces(config)}))
     num_workers = os.cpu_count() or 1
     if num_workers == 1 or len(configs) < MIN_RUNS_FOR_PROCESSES:
-        return [simulate(config) for config in configs]
+        return [simulate(config) for config in track_progress(configs, len(configs), "simulating steps")]
     sorted_indices = sorted(
         range(len(configs)), key=lambda index: repr((build_trace_key(configs[index]), configs[index].hardware))
     )
     with processes.open_worker_pool(num_workers, add_loaded_traces, (get_loaded_traces(),)) as pool:
         predictions = pool.map(simulate, [configs[index] for index in sorted_indices], chunksize=RUNS_PER_TASK)
+        counted_predictions = track_progress(predictions, len(configs), "simulating steps")
         return [
             prediction
-            for _, prediction in sorted(zip(sorted_indices, predictions, strict=True), key=lambda pair: pair[0])
+            for _, prediction in sorted(zip(sorted_indices, counted_predictions, strict=True), key=lambda pair: pair[0])
         ]
 
 

@@ -20,7 +20,7 @@ from bench.advice.json_csv import build_candidate_values, build_subject_values
 from bench.advice.misfits import describe_misfit
 from bench.advice.question import AdviceQuestion
 from bench.advice.ranking import rank_with_last_resort
-from bench.advice.sentence import describe_advice, describe_assumed_network, list_warnings
+from bench.advice.sentence import describe_advice, describe_assumed_network, describe_not_given, list_warnings
 from bench.advice.tree.agreement import RankedOption, describe_agreement, rank_options
 from bench.advice.tree.answers import DecisionStep, walk_tree
 from bench.advice.tree.options import GuideCase
@@ -52,7 +52,7 @@ def build_page(guidance: CaseGuidance) -> list[RenderableType]:
     """The page of one case; what is assumed of the network comes first."""
     return [
         Text(describe_assumed_network(guidance.case.config, guidance.case.settings)),
-        Text(format_title(guidance.case), style="bold"),
+        Text(format_title(guidance.case, guidance.not_given), style="bold"),
         Text(),
         _build_steps_table(guidance),
         Text(),
@@ -173,7 +173,7 @@ TITLE_KEYS = ("model", "hardware", "gpus", "precision", "sequence_length")
 """Settings that a title always names."""
 
 
-def format_title(case: GuideCase) -> str:
+def format_title(case: GuideCase, not_given: Sequence[str] = ()) -> str:
     """Which strategy for what, and all that was asked of it besides."""
     config, device = case.config, case.config.hardware.device
     other_settings = {key: value for key, value in case.settings.items() if key not in TITLE_KEYS}
@@ -184,7 +184,7 @@ def format_title(case: GuideCase) -> str:
         f"Which strategy for {config.model.name} ({presentation.format_count(config.model.num_parameters)} parameters) "
         f"on {presentation.format_ranks(config.gpus, device)} {config.hardware.name}? "
         f"{config.precision.name}, {config.sequence_length} tokens per sequence, "
-        f"{adapt_to_device(_format_batch(case), device)}{changed_text}."
+        f"{adapt_to_device(_format_batch(case), device)}{changed_text}{describe_not_given(config, not_given)}."
     )
 
 
@@ -346,6 +346,8 @@ class CaseGuidance:
     agreement_text: str
     budget: TrainingBudget
     """What the training is to take."""
+    not_given: tuple[str, ...] = ()
+    """Settings that decide the answer and were not typed."""
 
     @property
     def can_fit(self) -> bool:
@@ -393,7 +395,9 @@ def _build_case_guidance(
     ranked_options = rank_options(case, leaf, on_progress)
     advice = describe_advice(case.ranking.possible, case.ranking.infeasible)
     agreement = describe_agreement(case, decision_path, ranked_options)
-    return CaseGuidance(case, decision_path, leaf, ranked_options, advice, *agreement, question.budget)
+    return CaseGuidance(
+        case, decision_path, leaf, ranked_options, advice, *agreement, question.budget, question.not_given
+    )
 
 
 def _build_case_settings(section_settings: RunSettings, question: AdviceQuestion) -> RunSettings:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from types import TracebackType
 
 from bench.core import processes
+from bench.core.progress import track_progress
 from bench.hardware import Hardware
 from bench.prediction import cache
 from bench.prediction.cache import build_cache_key
@@ -64,12 +65,13 @@ def load_traces(needed_traces: list[tuple[TraceKey | StageTraceKey, int]]) -> No
                 key_and_size: pool.submit(record_trace, *key_and_size) for key_and_size in missing_traces.values()
             }
             new_traces = [
-                _record_or_note_failure(key_and_size, future.result) for key_and_size, future in futures.items()
+                _record_or_note_failure(key_and_size, future.result)
+                for key_and_size, future in track_progress(futures.items(), len(futures), "tracing")
             ]
     else:
         new_traces = [
             _record_or_note_failure(key_and_size, functools.partial(record_trace, *key_and_size))
-            for key_and_size in missing_traces.values()
+            for key_and_size in track_progress(missing_traces.values(), len(missing_traces), "tracing")
         ]
     _loaded_traces.update(zip(missing_traces.values(), new_traces, strict=True))
     cache.write_entries(
