@@ -180,7 +180,7 @@ def build_candidate_values(candidate: RankedCandidate, rank: int | None, budget:
         "gradient_accumulation": config.gradient_accumulation,
         "batch_size_per_gpu": config.batch_size_per_gpu,
         "largest_batch_per_gpu": candidate.largest_batch,
-        "tokens_per_step": candidate.tokens_per_step * config.gpus,
+        "tokens_per_step": config.tokens_per_step,
         "tflops_per_gpu": candidate.tflops_per_gpu,
         "hardware_tflops_per_gpu": candidate.hardware_tflops_per_gpu,
         "causal_tflops_per_gpu": candidate.causal_tflops_per_gpu,

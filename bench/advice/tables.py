@@ -164,7 +164,7 @@ def _list_columns(budget: TrainingBudget, flops: str) -> list[CandidateColumn]:
         (
             "tokens/step",
             True,
-            lambda candidate: presentation.format_count(candidate.tokens_per_step * candidate.config.gpus),
+            lambda candidate: presentation.format_count(candidate.config.tokens_per_step),
         ),
         ("ms/step", True, _format_step_time),
         ("GiB", True, lambda candidate: format_gib(candidate.prediction.memory.reserved.value)),
