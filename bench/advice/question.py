@@ -36,6 +36,9 @@ KNOB_KEYS = (
 )
 """Keys and groups that are ranked against each other; others with several values make a table each."""
 
+LAYOUT_CHOICES = ("auto", "all", "none")
+"""Whether layouts are searched: where they are likely to matter, always, or never."""
+
 RANKINGS = ("speed", "cost")
 """What several tables are ordered by: as they were asked for, the fastest of each first; or the cheapest first."""
 
@@ -64,6 +67,8 @@ class AdviceQuestion:
     """What FLOPs the table's TFLOP/s and MFU count: one of `FLOP_CONVENTIONS`."""
     rank: str = RANKINGS[0]
     """What sections are ordered by: one of `RANKINGS`."""
+    layouts: str = LAYOUT_CHOICES[0]
+    """Whether layouts are searched beside FSDP alone: one of `LAYOUT_CHOICES`."""
 
     def list_sections(self) -> Iterator[RunSettings]:
         """The settings of every table."""
@@ -123,6 +128,7 @@ def read_question(
         max_rows=_parse_max_rows(chosen_options.get("top")),
         flops=_parse_flops(chosen_options.get("flops")),
         rank=_parse_ranking(chosen_options),
+        layouts=_parse_layouts(chosen_options.get("layouts")),
     )
 
 
@@ -166,6 +172,11 @@ def _parse_ranking(options: Mapping[str, str | None]) -> str:
     if ranking == "cost" and options.get("price") is None:
         raise UsageError("rank=cost is not valid without a price: choose price=2.5 (dollars per GPU-hour) or an offer.")
     return ranking
+
+
+def _parse_layouts(text: str | None) -> str:
+    require_choice("layouts", text or LAYOUT_CHOICES[0], LAYOUT_CHOICES)
+    return text or LAYOUT_CHOICES[0]
 
 
 def _parse_tokens(text: str | None) -> float | None:
@@ -302,6 +313,7 @@ def parse_predict_arguments(arguments: Sequence[str], description: str | None) -
         "timeline": ("FILE", "the best row's step: .png, .svg, or a trace as .json"),
         "format": ("table|json|csv", "default: table"),
         "top": ("ROWS|all", "most rows of a table (default: 20)"),
+        "layouts": ("|".join(LAYOUT_CHOICES), "search tensor, pipeline, context and expert parallelism too"),
         "flops": ("|".join(FLOP_CONVENTIONS), "what the table's TFLOP/s and MFU count (default: model)"),
     }
     for name, (metavar, help_text) in options_help.items():

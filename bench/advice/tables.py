@@ -12,6 +12,7 @@ from rich.text import Text
 from bench.advice.answer import AdviceAnswer, AdviceSection, RuleComparison
 from bench.advice.budget import TrainingBudget
 from bench.advice.cost_tables import CandidateColumn, build_cost_table, list_budget_columns
+from bench.advice.layouts.sentence import describe_thresholds
 from bench.advice.misfits import count_state_bytes, describe_misfit, is_too_large_at_any_batch, list_notes
 from bench.advice.ranking import CandidateRanking, RankedCandidate
 from bench.advice.sentence import describe_assumed_network
@@ -52,6 +53,8 @@ def build_answer_tables(
         renderables += [*build_section_tables(section, budget, max_rows, flops), Text()]
     if budget.cost_terms.offers and len(answer.sections) > 1:
         renderables += [build_cost_table(answer.sections, budget), Text()]
+    thresholds = describe_thresholds([(section.settings, section.layouts) for section in answer.sections])
+    renderables += [item for sentence in thresholds for item in (Text(sentence), Text())]
     renderables += [
         Text(f"Not possible: {question}: {reason}", style="yellow") for question, reason in answer.skipped_sections
     ]
@@ -66,6 +69,7 @@ def build_section_tables(
         Text(describe_assumed_network(section.ranking.top_candidate.config, section.settings)),
         Text(_format_heading(section), style="bold"),
         Text(section.advice),
+        *([Text(section.layouts_text)] if section.layouts_text else []),
     ]
     unique_notes = list(
         dict.fromkeys(note for candidate in section.ranking.possible for note in list_notes(candidate.config))
@@ -144,7 +148,7 @@ def _format_share(share: float | None) -> str:
 
 def _list_columns(budget: TrainingBudget, flops: str) -> list[CandidateColumn]:
     columns: list[CandidateColumn] = [
-        ("strategy", False, lambda candidate: candidate.config.strategy.name),
+        ("strategy", False, lambda candidate: format_strategy_name(candidate.config)),
         ("F", True, lambda candidate: str(candidate.config.strategy.resolved_sharding_factor)),
         ("reshard", False, lambda candidate: format_reshard(candidate.config)),
         ("offloaded", False, lambda candidate: candidate.config.strategy.offloaded_state or MISSING),
@@ -152,7 +156,7 @@ def _list_columns(budget: TrainingBudget, flops: str) -> list[CandidateColumn]:
         ("checkpoint", False, lambda candidate: candidate.config.activation_checkpointing),
         ("accumulate", True, lambda candidate: str(candidate.config.gradient_accumulation)),
         ("compile", False, lambda candidate: str(candidate.config.compile).lower()),
-        ("batch", True, lambda candidate: str(candidate.config.batch_size_per_gpu)),
+        ("batch", True, lambda candidate: format_batch(candidate.config)),
         (
             "largest",
             True,
@@ -180,6 +184,19 @@ def _list_columns(budget: TrainingBudget, flops: str) -> list[CandidateColumn]:
         ("limited by", False, _format_limit),
     ]
     return [*columns, *list_budget_columns(budget)]
+
+
+def format_strategy_name(config: RunConfig) -> str:
+    """``fsdp``; of a mesh its degrees and schedule: ``pp4-fsdp16-tp8+1f1b``."""
+    effective_strategy = config.strategy.describe_effective_strategy(config.gpus)
+    name, _, layout = effective_strategy.partition("/")
+    return layout.removesuffix("+sequence") if name == "mesh" else config.strategy.name
+
+
+def format_batch(config: RunConfig) -> str:
+    """Sequences per GPU and micro-batch; ``1/8`` where 8 ranks read one together."""
+    ranks = config.strategy.num_ranks_per_batch
+    return str(config.batch_size_per_gpu) if ranks == 1 else f"{config.batch_size_per_gpu}/{ranks}"
 
 
 def format_reshard(config: RunConfig) -> str:

@@ -291,9 +291,7 @@ def _simulate_rank(
         key, config.sequences_per_device, HashableHardware(config.hardware), layer_groups, _find_transfer_speed(config)
     )
     if config.devices_per_process > 1:
-        batch_segments = build_segments(
-            key, config.sequences_per_rank, HashableHardware(config.hardware), layer_groups
-        )
+        batch_segments = build_segments(key, config.sequences_per_rank, HashableHardware(config.hardware), layer_groups)
         segments = build_first_device_segments(segments, batch_segments, config.devices_per_process)
     _simulate_planned_step(config, simulated_rank, plan, segments)
     return simulated_rank

@@ -1,24 +1,24 @@
-"""Lower bounds of what the predictor says of a layout, for a thousandth of its time: nothing of the layout is traced.
+"""Lower bounds of what the predictor says of a layout, in a thousandth of its time: nothing of the layout is traced.
 
-What a bound holds by, against the predictor (each is a line of `compute_step_bound_s` and `compute_memory_bound`):
+Why each holds, against the predictor (`LayoutBounder` has a line for each):
 
-* Computing. All ranks together carry out every kernel of every sequence. A kernel takes at least a t-th of its time for
-  a t-th of its work: what is lost to rounding up tiles and waves only grows as work shrinks. So a rank computes at least
-  as long as an even share of the undivided model's kernels takes, at the batch size where they take least per sequence.
+* Computing. All ranks together carry out every kernel of every sequence, and a kernel takes at least a t-th of its time
+  for a t-th of its work: what is lost to rounding up tiles and waves only grows as work shrinks. So a rank computes at
+  least as long as an even share of the undivided model's kernels takes, at the batch size where that is least.
 * Tensor parallelism. Every block gathers and scatters its activations around attention and feed-forward, forward and
   backward, and computation waits for it.
-* Pipelines. Before the last rank begins, and after it is done, a micro-batch passes through all other ranks: (P - 1) /
-  (v m) of what is computed (Narayanan et al. 2021, arXiv:2104.04473, section 2.2). Schedules that split backward fill
-  what follows; the forward passes before remain, a fourth of a chunk's time at least. With one stage per rank the rank
-  with most blocks decides.
+* Pipelines. Before the last rank begins, and after it is done, a micro-batch passes through all other ranks:
+  (P - 1) / (v m) of what is computed (Narayanan et al. 2021, arXiv:2104.04473, section 2.2). Schedules that split
+  backward fill what follows; the forward passes before remain, a fourth of a chunk's time at least. With one stage per
+  rank the rank with most blocks decides.
 * Data parallelism. Stages reduce shards of gradients after the last backward; ZeRO-1 broadcasts what each rank has
-  updated; FSDP without a pipeline gathers every parameter for each micro-batch, once, or twice where it reshards: if that
-  takes longer than all else, the step takes as long.
+  updated; FSDP without a pipeline gathers every parameter for each micro-batch, once, or twice where it reshards: if
+  that takes longer than all else, the step takes as long.
 * Memory. Parameters, gradients and states of the optimizer are all there when backward is over. Before, as the backward
-  of a later micro-batch begins, gradients of earlier ones are there, under FSDP whole ones, and gathered parameters where
-  they are not resharded. What blocks keep for backward is divided by no more than tensor x context, and kept of as many
-  micro-batches as the schedule's own order has in flight on the first rank. Stages have a buffer for what they exchange
-  of each micro-batch.
+  of a later micro-batch begins, gradients of earlier ones are there, under FSDP whole ones, and gathered parameters
+  where they are not resharded. What blocks keep for backward is divided by no more than tensor x context, and kept of
+  as many micro-batches as the schedule's own order has in flight on the first rank. Stages have a buffer for what they
+  exchange of each micro-batch.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ FORWARD_SHARE = 0.25
 """Of a micro-batch's computing, its forward pass: a third without recomputation, a fourth with all of it."""
 
 LAYER_HALVES = {"gpt": 2, "mingpt": 2, "llama": 2, "mpt": 2, "t5": 2}
-"""Parts of a block that tensor parallelism gathers for and scatters after: attention and feed-forward. Of other families,
-such as mixtures, attention alone."""
+"""Parts of a block that tensor parallelism gathers for and scatters after: attention and feed-forward. Of other
+families, such as mixtures, attention alone."""
 
 
 @dataclass(frozen=True)
@@ -141,8 +141,8 @@ class LayoutBounder:
         return lasting + max(gradients, early_gradients + gathered + self._compute_activation_bytes(layout))
 
     def _compute_activation_bytes(self, layout: Layout) -> float:
-        """Of what blocks keep, in all micro-batches that the first rank has in flight; of what stages exchange, which has
-        a buffer for each micro-batch; of logits, where a rank has all blocks."""
+        """Of what blocks keep, in all micro-batches that the first rank has in flight; of what stages exchange, which
+        has a buffer for each micro-batch; of logits, where a rank has all blocks."""
         reference, divided = self.references[layout.checkpointing], layout.tensor * layout.context
         kept = KEPT_SHARE * layout.micro_batch * reference.kept_bytes / divided
         if layout.pipeline == 1:
@@ -167,7 +167,7 @@ class LayoutBounder:
         return bool(getattr(self.question.model, "num_experts", 0))
 
     def _counts_all_experts(self, layout: Layout) -> bool:
-        """FSDP shards everything else over ranks of expert parallelism, too, and these have a part of the experts each."""
+        """FSDP shards all else over ranks of expert parallelism, too, and each of these has a part of the experts."""
         return layout.data == FSDP_KIND
 
     def _count_parameters(self, layout: Layout) -> float:
@@ -221,8 +221,8 @@ class LayoutBounder:
 
 
 BLOCK_SHARE = 0.9
-"""Of what is computed, stored and gathered, the part within blocks, which stages divide evenly: heads and embeddings are
-on one of them."""
+"""Of what is computed, stored and gathered, the part within blocks, which stages divide evenly: heads and embeddings
+are on one of them."""
 
 KEPT_SHARE = 0.9
 """Of what blocks keep, what a layout keeps at least: operators that are divided may save one tensor less."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from bench.config.global_batch import MAX_ACCUMULATION
 from bench.config.grid import RunSettings
+from bench.config.run_config import RunConfig
 from bench.models import Family
 from bench.strategies.mesh.model import DDP_KIND, FSDP_KIND, ZERO1_KIND
 from bench.strategies.pipeline.schedule import INTERLEAVED, ONE_F_ONE_B, ZERO_BUBBLE_V
@@ -43,6 +44,8 @@ class LayoutQuestion:
     global_sequences: int
     """Of an optimizer step of all ranks."""
     checkpointing_modes: tuple[str, ...]
+    subject: RunConfig
+    """A run of the model on these GPUs, with FSDP and one sequence on each."""
 
 
 @dataclass(frozen=True)
@@ -105,9 +108,9 @@ class Layout:
 
 
 def list_layouts(question: LayoutQuestion) -> Iterator[Layout]:
-    """Every layout that divides more than parameters: tensor parallelism within a node, pipelines of powers of two and of
-    divisors of the blocks, context parallelism of long sequences, expert parallelism of mixtures of experts, with each
-    kind of data parallelism and mode of checkpointing."""
+    """Every layout that divides more than parameters: tensor parallelism within a node, pipelines of powers of two and
+    of divisors of the blocks, context parallelism of long sequences, expert parallelism of mixtures of experts, with
+    each kind of data parallelism and mode of checkpointing."""
     for tensor, pipeline, context, expert in _list_degrees(question):
         copies_by_expert = question.gpus // (tensor * pipeline * context * expert)
         copies = copies_by_expert * expert
@@ -152,7 +155,9 @@ def _list_degrees(question: LayoutQuestion) -> Iterator[tuple[int, int, int, int
     ]
     for tensor in _list_powers(node):
         for context in _list_powers(max(1, question.sequence_length // MIN_CONTEXT_TOKENS)):
-            for expert in [degree for degree in _list_powers(MAX_EXPERT) if degree == 1 or _divides(degree, num_experts)]:
+            for expert in [
+                degree for degree in _list_powers(MAX_EXPERT) if degree == 1 or _divides(degree, num_experts)
+            ]:
                 for pipeline in pipelines:
                     product = tensor * context * expert * pipeline
                     if product > 1 and question.gpus % product == 0:

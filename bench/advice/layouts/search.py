@@ -1,4 +1,4 @@
-"""The search: layouts in ascending order of their bounds are predicted until none that is left can be among the best."""
+"""The search: layouts are predicted in ascending order of their bounds, until no other can be among the best."""
 
 from __future__ import annotations
 
@@ -36,6 +36,18 @@ class LayoutSearch:
     num_too_slow: int = 0
     """Whose step takes longer than the fastest that fits, at least."""
     impossible_reasons: dict[str, int] = field(default_factory=dict)
+
+    layouts: dict[str, Layout] = field(default_factory=dict)
+    """Of what was predicted, by the run's id."""
+
+    @property
+    def fastest(self) -> list[Layout]:
+        """Predicted layouts that fit, fastest first."""
+        fitting = [candidate for candidate in self.predicted if candidate.does_fit]
+        return [
+            self.layouts[candidate.config.run_id]
+            for candidate in sorted(fitting, key=lambda candidate: candidate.step_s)
+        ]
 
     @property
     def best(self) -> RankedCandidate | None:
@@ -77,13 +89,9 @@ class LayoutPredictor:
         """
         settings = layout.list_settings()
         strategy = {
-            key.partition(".")[2]: _read_value(value)
-            for key, value in settings.items()
-            if key.startswith("strategy.")
+            key.partition(".")[2]: _read_value(value) for key, value in settings.items() if key.startswith("strategy.")
         }
-        scalars = {
-            key: _read_value(value) for key, value in settings.items() if not key.startswith("strategy")
-        }
+        scalars = {key: _read_value(value) for key, value in settings.items() if not key.startswith("strategy")}
         return build_run_config({**self._raw, **scalars, "strategy": {**self._raw["strategy"], **strategy}})
 
     def predict(self, layouts: Sequence[Layout], search: LayoutSearch) -> list[RankedCandidate | None]:
@@ -100,6 +108,7 @@ class LayoutPredictor:
                 _count(search.impossible_reasons, prediction.reason)
                 continue
             results[index] = self._rank(layouts[index], config, prediction)
+            search.layouts[config.run_id] = layouts[index]
         search.predicted += [result for result in results if result is not None]
         return results
 
@@ -115,7 +124,9 @@ def _count(reasons: dict[str, int], reason: str) -> None:
     reasons[reason] = reasons.get(reason, 0) + 1
 
 
-def search_layouts(question: LayoutQuestion, fastest_step_s: float = math.inf) -> LayoutSearch:
+def search_layouts(
+    question: LayoutQuestion, fastest_step_s: float = math.inf, layouts: Sequence[Layout] | None = None
+) -> LayoutSearch:
     """Predict every layout that may be within `KEPT_SLOWDOWN` of the fastest that fits.
 
     Branch and bound: what takes longer by its lower bound than the fastest predicted so far is left out. As soon as one
@@ -126,14 +137,18 @@ def search_layouts(question: LayoutQuestion, fastest_step_s: float = math.inf) -
     ----------
     fastest_step_s: float
         Of what else is compared at the same global batch, infinite where there is nothing.
+    layouts: sequence or None
+        Those to choose from; None for all of the question.
     """
     search, predictor = LayoutSearch(question), LayoutPredictor(question)
-    layouts = list(list_layouts(question))
+    layouts = list(list_layouts(question)) if layouts is None else layouts
     search.num_layouts = len(layouts)
     if not layouts:
         return search
     references = {mode: predictor.build_reference(mode) for mode in question.checkpointing_modes}
-    predict_configs([dataclasses.replace(config, batch_size_per_gpu=2) for config in references.values()], replay_allocator=False)
+    predict_configs(
+        [dataclasses.replace(config, batch_size_per_gpu=2) for config in references.values()], replay_allocator=False
+    )
     bounder = LayoutBounder(question, references)
     capacity = find_capacity_bytes(next(iter(references.values())))
     bounds = {layout: bounder.compute(layout) for layout in layouts}
@@ -158,9 +173,7 @@ def search_layouts(question: LayoutQuestion, fastest_step_s: float = math.inf) -
                 computed_s = ROUNDING_SLACK * candidate.compute_s
                 for other in open_layouts:
                     if other.trace_group == layout.trace_group:
-                        open_layouts[other] = max(
-                            open_layouts[other], bounder.compute_step_bound_s(other, computed_s)
-                        )
+                        open_layouts[other] = max(open_layouts[other], bounder.compute_step_bound_s(other, computed_s))
     return search
 
 

@@ -170,13 +170,14 @@ def _check_stages(strategy: MeshStrategy, family: Family, batch_size_per_gpu: in
             f"strategy.virtual_stages whose product is at most {family.num_blocks}."
         )
     sharing = strategy.layout.get_degree(TENSOR, PIPELINE, CONTEXT) // strategy.num_ranks_per_batch
+    noun = "ranks" if strategy.num_ranks_per_batch == 1 else f"groups of {strategy.num_ranks_per_batch} ranks"
     sequences = batch_size_per_gpu * sharing
     if sequences % timetable.micro_batches:
         raise invalid_value_error(
             "strategy.micro_batches",
             timetable.micro_batches,
             f"a divisor of the {sequences} sequences that one pipeline reads (batch_size_per_gpu={batch_size_per_gpu} "
-            f"on each of {sharing} {'ranks' if strategy.num_ranks_per_batch == 1 else 'groups of ranks'}): {', '.join(map(str, list_divisors(sequences)))}",
+            f"on each of {sharing} {noun}): {', '.join(map(str, list_divisors(sequences)))}",
             ImpossibleError,
         )
 
