@@ -1,8 +1,8 @@
 """The answer for scripts: JSON with everything, CSV with a line per candidate. Keys are only ever added.
 
 JSON: ``format`` (1), ``tokens``, ``prices``, ``pue``, ``power_share``, ``sections`` and ``left_out``. A section has
-``question``, ``advice``, ``warnings``, ``layouts`` (null where none were searched), ``ranked`` and ``infeasible`` (rows,
-see `build_candidate_values`), ``impossible`` and ``rules_of_thumb``. What is unknown is null, never NaN.
+``question``, ``advice``, ``warnings``, ``layouts`` (null where none were searched), ``ranked`` and ``infeasible``
+(rows, see `build_candidate_values`), ``impossible`` and ``rules_of_thumb``. What is unknown is null, never NaN.
 """
 
 from __future__ import annotations

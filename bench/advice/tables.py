@@ -20,10 +20,12 @@ from bench.advice.wording import (
     MEMORY_PART_LABELS,
     NO_RESHARD_SUFFIX,
     describe_missing_time,
+    format_batch,
     format_gib,
     format_overrides,
     format_percent,
     format_strategy,
+    format_strategy_name,
 )
 from bench.config.flop_conventions import compute_convention_tflops
 from bench.config.run_config import RunConfig
@@ -184,19 +186,6 @@ def _list_columns(budget: TrainingBudget, flops: str) -> list[CandidateColumn]:
         ("limited by", False, _format_limit),
     ]
     return [*columns, *list_budget_columns(budget)]
-
-
-def format_strategy_name(config: RunConfig) -> str:
-    """``fsdp``; of a mesh its degrees and schedule: ``pp4-fsdp16-tp8+1f1b``."""
-    effective_strategy = config.strategy.describe_effective_strategy(config.gpus)
-    name, _, layout = effective_strategy.partition("/")
-    return layout.removesuffix("+sequence") if name == "mesh" else config.strategy.name
-
-
-def format_batch(config: RunConfig) -> str:
-    """Sequences per GPU and micro-batch; ``1/8`` where 8 ranks read one together."""
-    ranks = config.strategy.num_ranks_per_batch
-    return str(config.batch_size_per_gpu) if ranks == 1 else f"{config.batch_size_per_gpu}/{ranks}"
 
 
 def format_reshard(config: RunConfig) -> str:

@@ -5,12 +5,21 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 
-from bench.advice.layouts.comparison import GpuThreshold, LayoutComparison
+from bench.advice.candidates import build_candidates
+from bench.advice.layouts.comparison import (
+    GpuThreshold,
+    LayoutComparison,
+    compare_layouts,
+    find_gpu_threshold,
+    plan_layouts,
+)
 from bench.advice.layouts.search import KEPT_SLOWDOWN, LayoutSearch
-from bench.advice.ranking import RankedCandidate
+from bench.advice.ranking import CandidateRanking, RankedCandidate, rank_candidates
 from bench.advice.wording import format_strategy
+from bench.config.grid import RunSettings
 from bench.config.run_config import RunConfig
 from bench.core import presentation
+from bench.core.errors import ImpossibleError
 from bench.core.presentation import format_percent
 from bench.models.checkpointing import describe_checkpointing
 from bench.strategies.mesh.layout import CONTEXT, EXPERT, PIPELINE, TENSOR
@@ -57,6 +66,28 @@ def describe_layouts(comparison: LayoutComparison, threshold: GpuThreshold | Non
     parts = [f"{batch}, {_describe_difference(comparison)}."]
     parts += [] if threshold is None else [_describe_gpu_threshold(threshold)]
     return " ".join([*parts, _describe_search(comparison.search)])
+
+
+def answer_with_layouts(
+    settings: RunSettings, knobs: Mapping[str, Sequence[str]], choice: str, ranking: CandidateRanking
+) -> str:
+    """The same for a question whose ranking is not at one global batch; empty where layouts are not searched.
+
+    Parameters
+    ----------
+    ranking: CandidateRanking
+        Of FSDP alone: where nothing of it fits, layouts are searched on few GPUs, too.
+    """
+    does_fit = any(candidate.does_fit for candidate in ranking.possible)
+    question = plan_layouts(settings, knobs, choice, is_forced=not does_fit)
+    if question is None:
+        return ""
+    try:
+        alone, reason = rank_candidates(build_candidates(question.settings, knobs).to_predict), ""
+    except ImpossibleError as error:
+        alone, reason = CandidateRanking(), str(error).rstrip(".")
+    comparison = compare_layouts(question, alone, reason)
+    return describe_layouts(comparison, find_gpu_threshold(comparison, knobs))
 
 
 def _describe_difference(comparison: LayoutComparison) -> str:
