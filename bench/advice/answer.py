@@ -13,7 +13,7 @@ from bench.advice.layouts.comparison import LayoutComparison, compare_layouts, f
 from bench.advice.layouts.layouts import LayoutQuestion
 from bench.advice.layouts.sentence import describe_layouts
 from bench.advice.question import AdviceQuestion
-from bench.advice.ranking import CandidateRanking, RankedCandidate, rank_with_last_resort
+from bench.advice.ranking import CandidateRanking, RankedCandidate, rank_candidates, rank_with_last_resort
 from bench.advice.sentence import describe_advice, list_warnings
 from bench.advice.wording import MEMORY_PART_LABELS, MODEL_STATE_PARTS, format_gib, format_strategy, join_items
 from bench.config.compose import compose_config
@@ -136,7 +136,9 @@ ALONE_IMPOSSIBLE = "the global batch has less than one sequence per GPU"
 def _build_section(plan: SectionPlan, question: AdviceQuestion, *, finds_thresholds: bool) -> AdviceSection:
     settings = plan.settings if plan.layouts is None else plan.layouts.settings
     ranking = CandidateRanking()
-    if plan.candidates.to_predict:
+    if plan.layouts is not None and plan.candidates.to_predict:
+        ranking = rank_candidates(plan.candidates.to_predict)
+    elif plan.candidates.to_predict:
         ranking = rank_with_last_resort(settings, question.knobs, plan.candidates)
     if plan.layouts is None and not any(candidate.does_fit for candidate in ranking.possible):
         layouts = plan_layouts(plan.settings, question.knobs, question.layouts, is_forced=True)

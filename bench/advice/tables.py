@@ -233,7 +233,7 @@ def _build_ranked_table(
         heading, _, format_cell = column
         cells = {format_cell(candidate) for candidate in shown_candidates}
         if heading == "largest" and all(
-            candidate.largest_batch == candidate.config.batch_size_per_gpu for candidate in candidates
+            candidate.largest_batch in (None, candidate.config.batch_size_per_gpu) for candidate in candidates
         ):
             continue
         if cells == {MISSING}:

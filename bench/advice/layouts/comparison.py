@@ -189,6 +189,7 @@ class GpuThreshold:
     """Ascending."""
     first_layout: int | None
     """From which on a layout is the best of all that were tried; None where it is nowhere."""
+    global_sequences: int
 
 
 def find_gpu_threshold(comparison: LayoutComparison, knobs: Mapping[str, Sequence[str]]) -> GpuThreshold | None:
@@ -213,7 +214,7 @@ def find_gpu_threshold(comparison: LayoutComparison, knobs: Mapping[str, Sequenc
             break
     counts = sorted(is_best_by_count)
     first = next((count for index, count in enumerate(counts) if all(map(is_best_by_count.get, counts[index:]))), None)
-    return GpuThreshold(tuple(counts), first)
+    return GpuThreshold(tuple(counts), first, question.global_sequences)
 
 
 def _is_layout_best_at(gpus: int, search: LayoutSearch, knobs: Mapping[str, Sequence[str]]) -> bool | None:

@@ -132,9 +132,10 @@ def _describe_gpu_threshold(threshold: GpuThreshold) -> str:
         return f"The same layouts at this batch on {tried}: {ALONE} is the best on all."
     if threshold.first_layout == threshold.tried[0]:
         return f"The same layouts at this batch on {tried}: {ALONE} is the best on none."
+    reason = ", which are more than there are sequences" if threshold.first_layout > threshold.global_sequences else ""
     return (
-        f"The same layouts at this batch on {tried}: from {threshold.first_layout:,} GPUs on {ALONE} is no longer the "
-        "best."
+        f"The same layouts at this batch on {tried}: from {threshold.first_layout:,} GPUs on{reason}, {ALONE} is no "
+        "longer the best."
     )
 
 
