@@ -117,8 +117,8 @@ predictions: $(VENV)/.installed
 	cp build/predictions/report/figures/paper-figure-7-c.png results/pictures/
 
 layout-map: $(VENV)/.installed
-	$(BIN)/python -m bench.predict map model=llama3_2_1b,llama3_8b,llama3_70b,llama3_405b gpus=8,64,512,4096 \
-	  hardware=h100_80gb sequence_length=8192 activation_checkpointing=none,full \
+	$(BIN)/python -m bench.predict map model=llama3_8b,llama3_70b,llama3_405b gpus=64,256,1024,4096 \
+	  hardware=h100_80gb sequence_length=8192 \
 	  figure=results/pictures/layout-map-h100.png
 
 notebooks: $(VENV)/.installed

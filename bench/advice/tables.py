@@ -120,6 +120,9 @@ COLLAPSIBLE_COLUMNS = (
 )
 """Columns that are no column where all rows say the same."""
 
+OMITTED_WITH_LAYOUTS = ("TFLOP/s", "tokens/step", "largest")
+"""Columns for which layouts leave no room."""
+
 OMITTED_VALUES = (("accumulate", "1"), ("compile", "false"))
 """What is not even told."""
 
@@ -229,6 +232,7 @@ def _build_ranked_table(
     shown_candidates = candidates[:max_rows]
     shown_columns: list[CandidateColumn] = []
     constant_values: list[str] = []
+    has_layouts = any(candidate.config.strategy.name == "mesh" for candidate in candidates)
     for column in _list_columns(budget, flops):
         heading, _, format_cell = column
         cells = {format_cell(candidate) for candidate in shown_candidates}
@@ -236,7 +240,7 @@ def _build_ranked_table(
             candidate.largest_batch in (None, candidate.config.batch_size_per_gpu) for candidate in candidates
         ):
             continue
-        if cells == {MISSING}:
+        if cells == {MISSING} or (has_layouts and heading.partition(" ")[0] in OMITTED_WITH_LAYOUTS):
             continue
         if len(cells) > 1 or heading not in COLLAPSIBLE_COLUMNS:
             shown_columns.append(column)

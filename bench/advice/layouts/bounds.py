@@ -17,14 +17,16 @@ Why each holds, against the predictor (`LayoutBounder` has a line for each):
 * Memory. Parameters, gradients and states of the optimizer are all there when backward is over. Before, as the backward
   of a later micro-batch begins, gradients of earlier ones are there, under FSDP whole ones, and gathered parameters
   where they are not resharded. What blocks keep for backward is divided by no more than tensor x context, and kept of
-  as many micro-batches as the schedule's own order has in flight on the first rank. Stages have a buffer for what they
-  exchange of each micro-batch.
+  as many micro-batches as the schedule's own order has in flight. Stages have a buffer for what they exchange of each
+  micro-batch, and schedules other than 1F1B hold what they have sent until the step is over.
 """
 
 from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+
+import numpy as np
 
 from bench.advice.layouts.layouts import Layout, LayoutQuestion
 from bench.config.run_config import RunConfig
@@ -37,12 +39,15 @@ from bench.prediction.cost.collectives import (
 )
 from bench.prediction.predictor import build_trace_key
 from bench.prediction.segment_costs import list_segment_costs
+from bench.prediction.trace.kernels import IntArray
 from bench.prediction.trace.scaled_trace import list_traced_batch_sizes
 from bench.prediction.trace.trace_cache import load_scaled_trace
 from bench.strategies.mesh.model import FSDP_KIND, ZERO1_KIND
 from bench.strategies.pipeline.schedule import (
     BACKWARD,
     FORWARD,
+    INPUT_BACKWARD,
+    ONE_F_ONE_B,
     SPLIT_BACKWARD_SCHEDULES,
     WEIGHT_BACKWARD,
     Timetable,
@@ -134,26 +139,27 @@ class LayoutBounder:
         gradients = parameters * itemsize / (shards if is_sharded else 1)
         early_gradients, gathered = (gradients if layout.micro_batches > 1 else 0.0), 0.0
         if is_sharded and shards > 1 and not self._has_experts:
-            if layout.micro_batches > 1:  # whole until the last micro-batch, in the format that one backward gives
-                early_gradients = BLOCK_SHARE * parameters * precision.compute_dtype.itemsize
+            if layout.micro_batches > 1:  # whole until the last micro-batch, as they are reduced
+                early_gradients = BLOCK_SHARE * parameters * precision.reduce_dtype.itemsize
             if not layout.reshards:
                 gathered = BLOCK_SHARE * parameters * precision.compute_dtype.itemsize
         return lasting + max(gradients, early_gradients + gathered + self._compute_activation_bytes(layout))
 
     def _compute_activation_bytes(self, layout: Layout) -> float:
-        """Of what blocks keep, in all micro-batches that the first rank has in flight; of what stages exchange, which
-        has a buffer for each micro-batch; of logits, where a rank has all blocks."""
+        """Most, at any time, of what blocks keep and stages exchange, with logits where a rank has all blocks."""
         reference, divided = self.references[layout.checkpointing], layout.tensor * layout.context
         kept = KEPT_SHARE * layout.micro_batch * reference.kept_bytes / divided
         if layout.pipeline == 1:
             return kept + KEPT_SHARE * layout.micro_batch * reference.logits_bytes / divided
         assert layout.schedule is not None
-        stages = layout.pipeline * layout.virtual_stages
-        in_flight = count_in_flight(layout.schedule, layout.pipeline, layout.virtual_stages, layout.micro_batches)
         num_blocks = self.question.model.num_blocks or 1
-        kept *= in_flight * (num_blocks // stages) / num_blocks
-        handed = self._compute_boundary_bytes(layout) * layout.micro_batches * (2 * layout.virtual_stages - 1)
-        return kept + handed
+        kept_by_stage = kept * (num_blocks // (layout.pipeline * layout.virtual_stages)) / num_blocks
+        boundary = self._compute_boundary_bytes(layout)
+        timetable = (layout.schedule, layout.pipeline, layout.virtual_stages, layout.micro_batches)
+        return max(
+            float((kept_by_stage * held.passes + boundary * held.sent).max()) + boundary * held.received
+            for held in list_held(*timetable)
+        )
 
     def _compute_boundary_bytes(self, layout: Layout) -> float:
         """Of a micro-batch between two blocks, on one rank of a context group."""
@@ -239,14 +245,39 @@ def compute_reference_costs(config: RunConfig) -> ReferenceCosts:
     return ReferenceCosts(min(seconds), min(kept_bytes), traced.logits_bytes[1])
 
 
+@dataclass(frozen=True)
+class HeldByRank:
+    """What one rank of a pipeline holds in the course of a step."""
+
+    passes: IntArray
+    """After each forward and backward: passes through its stages whose backward is still to come; shape (actions,)."""
+    sent: IntArray
+    """Activations and gradients that were sent and are held until the step is over; shape (actions,)."""
+    received: int
+    """Buffers of what its stages exchange, one for each micro-batch and neighbour, there all the time."""
+
+
 @functools.lru_cache(maxsize=4096)
-def count_in_flight(schedule: str, ranks: int, virtual_stages: int, micro_batches: int) -> int:
-    """Most passes through a stage that the first rank has carried out forward and not yet backward."""
-    in_flight = most = 0
-    # The order repeats after some rounds: more micro-batches have no more in flight.
-    num_simulated = min(micro_batches, 4 * ranks * virtual_stages) if micro_batches % ranks == 0 else micro_batches
-    num_simulated -= num_simulated % ranks if micro_batches % ranks == 0 else 0
-    for action in Timetable(schedule, ranks, virtual_stages, num_simulated).list_actions(0):
-        in_flight += 1 if action.kind == FORWARD else -1 if action.kind in (BACKWARD, WEIGHT_BACKWARD) else 0
-        most = max(most, in_flight)
-    return most
+def list_held(schedule: str, ranks: int, virtual_stages: int, micro_batches: int) -> tuple[HeldByRank, ...]:
+    """Of the first rank, one in the middle and the last.
+
+    torch's schedules, all but 1F1B, hold all that they made and sent until the step is over
+    (`bench.prediction.pipeline.predictor`).
+    """
+    timetable = Timetable(schedule, ranks, virtual_stages, micro_batches)
+    last_stage = timetable.num_stages - 1
+
+    def count_neighbours(stage: int) -> int:
+        return (stage > 0) + (stage < last_stage)
+
+    held = []
+    for rank in sorted({0, ranks // 2, ranks - 1}):
+        passes, sent = [0], [0]
+        for action in timetable.list_actions(rank):
+            ends = action.kind in (BACKWARD, WEIGHT_BACKWARD)
+            passes.append(passes[-1] + (action.kind == FORWARD) - ends)
+            is_kept = schedule != ONE_F_ONE_B and action.kind in (BACKWARD, INPUT_BACKWARD)
+            sent.append(sent[-1] + (count_neighbours(action.stage) if is_kept else 0))
+        received = micro_batches * sum(map(count_neighbours, timetable.find_stages_of_rank(rank)))
+        held.append(HeldByRank(np.array(passes), np.array(sent), received))
+    return tuple(held)
