@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from bench.advice.candidates import COMPARED_BUDGETS, build_candidates, choose_default_precision
-from bench.advice.layouts.layouts import Layout, LayoutQuestion
+from bench.advice.layouts.layouts import Layout, LayoutQuestion, list_layouts
 from bench.advice.layouts.search import LayoutPredictor, LayoutSearch, search_layouts
 from bench.advice.ranking import CandidateRanking, RankedCandidate, rank_candidates
 from bench.config.compose import compose_config
@@ -103,7 +103,7 @@ def plan_layouts(
         for asked in knobs.get("activation_checkpointing", CHECKPOINTING_MODES)
         for mode in (COMPARED_BUDGETS if asked == BUDGET else (asked,))
     ]
-    return LayoutQuestion(
+    question = LayoutQuestion(
         {**settings, "precision": subject.precision.name, "global_batch": str(sequences)},
         subject.model,
         subject.gpus,
@@ -113,6 +113,14 @@ def plan_layouts(
         tuple(modes),
         subject,
     )
+    if next(list_layouts(question), None) is not None:
+        return question
+    if choice == "all":
+        raise UsageError(
+            f"layouts=all is not valid for model={subject.model.name} on gpus={subject.gpus} at a global batch of "
+            f"{sequences} sequences, which nothing divides: choose other gpus, another global_batch or layouts=none."
+        )
+    return None
 
 
 def _build_subject(settings: RunSettings, knobs: Mapping[str, Sequence[str]]) -> RunConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -153,15 +154,13 @@ def _list_degrees(question: LayoutQuestion) -> Iterator[tuple[int, int, int, int
         for degree in range(1, min(MAX_PIPELINE, num_blocks) + 1)
         if degree & (degree - 1) == 0 or num_blocks % degree == 0
     ]
-    for tensor in _list_powers(node):
-        for context in _list_powers(max(1, question.sequence_length // MIN_CONTEXT_TOKENS)):
-            for expert in [
-                degree for degree in _list_powers(MAX_EXPERT) if degree == 1 or _divides(degree, num_experts)
-            ]:
-                for pipeline in pipelines:
-                    product = tensor * context * expert * pipeline
-                    if product > 1 and question.gpus % product == 0:
-                        yield tensor, pipeline, context, expert
+    tensors = _list_powers(node) if model.can_divide_layers or model.can_divide_expert_layers else [1]
+    parts = 1 if model.find_undivided_sequence_reason() else max(1, question.sequence_length // MIN_CONTEXT_TOKENS)
+    experts = [degree for degree in _list_powers(MAX_EXPERT) if degree == 1 or _divides(degree, num_experts)]
+    for tensor, context, expert, pipeline in itertools.product(tensors, _list_powers(parts), experts, pipelines):
+        product = tensor * context * expert * pipeline
+        if product > 1 and question.gpus % product == 0:
+            yield tensor, pipeline, context, expert
 
 
 def _divides(degree: int, number: int) -> bool:

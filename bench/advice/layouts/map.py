@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -183,20 +183,15 @@ def _build_point(comparison: LayoutComparison) -> MapPoint:
 
 # --- The table, and the forms for scripts.
 
-COLUMNS: tuple[tuple[str, Callable[[MapPoint], Any]], ...] = (
-    *(
-        (name, lambda point, name=name: getattr(point, name))
-        for name in (
-            *("model", "parameters", "gpus", "kind", "layout", "step_s", "step_low_s", "step_high_s", "mfu"),
-            *("alone_step_s", "gain", "global_sequences", "overrides"),
-        )
-    ),
+COLUMNS = (
+    *("model", "parameters", "gpus", "kind", "layout", "step_s", "step_low_s", "step_high_s", "mfu"),
+    *("alone_step_s", "gain", "global_sequences", "overrides"),
 )
 """Of CSV and of the points of JSON."""
 
 
 def format_map_json(layout_map: LayoutMap) -> str:
-    points = [{name: read(point) for name, read in COLUMNS} for point in layout_map.points]
+    points = [{name: getattr(point, name) for name in COLUMNS} for point in layout_map.points]
     values = {"format": 1, "title": layout_map.title, "caption": layout_map.caption}
     return json.dumps({**values, "sentences": layout_map.sentences, "points": points}, indent=2, allow_nan=False)
 
@@ -205,8 +200,8 @@ def format_map_csv(layout_map: LayoutMap) -> str:
     """A line per point; what is unknown is empty."""
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
-    writer.writerow([name for name, _ in COLUMNS])
-    writer.writerows([read(point) for _, read in COLUMNS] for point in layout_map.points)
+    writer.writerow(COLUMNS)
+    writer.writerows([getattr(point, name) for name in COLUMNS] for point in layout_map.points)
     return buffer.getvalue().rstrip("\n")
 
 

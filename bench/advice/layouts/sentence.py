@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from bench.advice.candidates import build_candidates
 from bench.advice.layouts.comparison import (
@@ -182,10 +182,16 @@ def describe_thresholds(comparisons: Sequence[tuple[Mapping[str, str], LayoutCom
     return sentences
 
 
-THRESHOLD_KEYS = {
+def _find_node_bandwidth(config: RunConfig) -> float:
+    """Of a node's adapters, GB/s."""
+    assert config.hardware.speeds is not None
+    return config.hardware.speeds.links.node_gb_s
+
+
+THRESHOLD_KEYS: dict[str, Callable[[LayoutComparison], float]] = {
     "gpus": lambda comparison: comparison.search.question.gpus,
     "model": lambda comparison: comparison.search.question.model.num_parameters,
-    "network": lambda comparison: -comparison.search.question.subject.hardware.speeds.links.node_gb_s,
+    "network": lambda comparison: -_find_node_bandwidth(comparison.search.question.subject),
 }
 """Settings with an order, and by what: networks from the fastest down."""
 
