@@ -20,6 +20,7 @@ from bench.advice.layouts.sentence import (
     NOTHING_FITS,
     describe_layout,
     describe_thresholds,
+    do_intervals_overlap,
     name_layout_kind,
 )
 from bench.advice.question import OUTPUT_FORMATS, answer_with_progress, read_question
@@ -62,6 +63,8 @@ class MapPoint:
     mfu: float | None
     alone_step_s: float | None
     """Of FSDP alone at the same global batch; None where it does not fit, or cannot have it."""
+    is_within_uncertainty: bool | None
+    """Whether the intervals of the two overlap; None where there is one alone."""
     global_sequences: int
     overrides: str
     """What is typed for it."""
@@ -146,12 +149,14 @@ def build_map(answer: AdviceAnswer) -> LayoutMap:
     if len(batches) > 1:
         batch_text += f" to {format_count(batches[-1])}"
     largest = max((comparison.search.question.subject for _, comparison in compared), key=lambda config: config.gpus)
+    is_uncertain = any(point.is_within_uncertainty for point in points)
+    note = f"{UNCERTAIN.strip()}: faster by less than the predictor's uncertainty." if is_uncertain else ""
     network = describe_assumed_network(largest, compared[0][0].settings)
     return LayoutMap(
         points,
         f"Best layout by model and number of GPUs, {subject.hardware.name}",
         f"{network}\nGlobal batch {batch_text} tokens, {subject.sequence_length:,} per sequence; "
-        f"{compared[0][1].search.question.settings['precision']}. Predicted: none of it was measured.",
+        f"{compared[0][1].search.question.settings['precision']}. Predicted: none of it was measured. {note}".rstrip(),
         describe_thresholds([(section.settings, comparison) for section, comparison in compared]),
     )
 
@@ -176,6 +181,7 @@ def _build_point(comparison: LayoutComparison) -> MapPoint:
         None if time is None else time.step_s.high,
         None if best is None else best.mfu,
         None if alone is None else alone.step_s,
+        None if best is None or alone is None or best is alone else do_intervals_overlap(best, alone),
         question.global_sequences,
         "" if best is None else " ".join(format_overrides(best.settings)),
     )
@@ -185,7 +191,7 @@ def _build_point(comparison: LayoutComparison) -> MapPoint:
 
 COLUMNS = (
     *("model", "parameters", "gpus", "kind", "layout", "step_s", "step_low_s", "step_high_s", "mfu"),
-    *("alone_step_s", "gain", "global_sequences", "overrides"),
+    *("alone_step_s", "gain", "is_within_uncertainty", "global_sequences", "overrides"),
 )
 """Of CSV and of the points of JSON."""
 
@@ -206,10 +212,15 @@ def format_map_csv(layout_map: LayoutMap) -> str:
 
 
 def format_gain(point: MapPoint) -> str:
-    """Against FSDP alone: ``+12 %``; empty where it is FSDP alone, a word where that is no way to train."""
+    """Against FSDP alone: ``+12 %``, with `UNCERTAIN`; empty where it is FSDP alone, words where that cannot train."""
     if point.kind in (ALONE, NOTHING_FITS):
         return ""
-    return f"{ALONE} cannot" if point.gain is None else format_percent(point.gain, signed=True)
+    if point.gain is None:
+        return f"{ALONE} cannot"
+    return format_percent(point.gain, signed=True) + (UNCERTAIN if point.is_within_uncertainty else "")
+
+
+UNCERTAIN = " (?)"
 
 
 def _print_map(layout_map: LayoutMap) -> None:

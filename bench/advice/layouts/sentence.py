@@ -97,7 +97,7 @@ def _describe_difference(comparison: LayoutComparison) -> str:
     if alone is None:
         return f"{ALONE} is not possible, since {comparison.alone_reason}: {describe_layout(layout)} is the best layout"
     difference = alone.step_s / layout.step_s - 1
-    certainty = "within" if _do_intervals_overlap(layout, alone) else "beyond"
+    certainty = "within" if do_intervals_overlap(layout, alone) else "beyond"
     uncertainty = f"{certainty} the predictor's uncertainty ({_format_interval(layout)})"
     if difference > 0:
         return (
@@ -110,7 +110,7 @@ def _describe_difference(comparison: LayoutComparison) -> str:
     )
 
 
-def _do_intervals_overlap(first: RankedCandidate, second: RankedCandidate) -> bool:
+def do_intervals_overlap(first: RankedCandidate, second: RankedCandidate) -> bool:
     """Of the step times."""
     assert first.prediction.time is not None
     assert second.prediction.time is not None
