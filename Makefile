@@ -17,6 +17,7 @@
 # make kills   100 kills at random moments of sweeps, here and on a SLURM of its own: nothing measured may be lost
 # make test-slurm      the tests that need SLURM, and fail without
 # make predictions     predict the sweeps of results/predicted anew, and Figure 7(c); equal numbers change no row
+# make layout-map      predict results/pictures/layout-map-h100.png anew: an hour on two cores
 # make docs            build the site of docs/ to build/docs/html: warnings are errors, commands on pages are executed
 # make docs-serve      show it on http://localhost:8000
 # make notebooks       execute the notebooks of analysis/ and render them to build/notebooks/*.html
@@ -31,7 +32,7 @@ export PYTHONDONTWRITEBYTECODE :=
 PREDICTED := results/predicted
 PAPER  := model_scale prefetch rate_limiter dhen_scale gpt_175b_scale t5_11b_scale memory sharding_factor
 
-.PHONY: install sweep test test-all quick fuzz scale kills test-slurm timing predictions docs docs-serve notebooks cluster cluster-down lint types clean
+.PHONY: install sweep test test-all quick fuzz scale kills test-slurm timing predictions layout-map docs docs-serve notebooks cluster cluster-down lint types clean
 
 install: $(VENV)/.installed
 
@@ -114,6 +115,11 @@ predictions: $(VENV)/.installed
 	done
 	$(BIN)/python -m bench.report $(PREDICTED)/a100_80gb --output build/predictions/report
 	cp build/predictions/report/figures/paper-figure-7-c.png results/pictures/
+
+layout-map: $(VENV)/.installed
+	$(BIN)/python -m bench.predict map model=llama3_8b,llama3_70b,llama3_405b gpus=64,256,1024,4096 \
+	  hardware=h100_80gb sequence_length=8192 \
+	  figure=results/pictures/layout-map-h100.png
 
 notebooks: $(VENV)/.installed
 	$(BIN)/python -m bench.notebooks

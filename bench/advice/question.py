@@ -41,6 +41,9 @@ KNOB_KEYS = (
 ASSUMED_KEYS = ("hardware", "precision", "sequence_length", "gpus")
 """What decides an answer, and is said where it was not given; of the network every answer says what it assumes."""
 
+LAYOUT_CHOICES = ("auto", "all", "none")
+"""Whether layouts are searched: where they are likely to matter, always, or never."""
+
 RANKINGS = ("speed", "cost")
 """What several tables are ordered by: as they were asked for, the fastest of each first; or the cheapest first."""
 
@@ -71,6 +74,8 @@ class AdviceQuestion:
     """What sections are ordered by: one of `RANKINGS`."""
     not_given: tuple[str, ...] = ()
     """Which of `ASSUMED_KEYS` nobody typed."""
+    layouts: str = LAYOUT_CHOICES[0]
+    """Whether layouts are searched beside FSDP alone: one of `LAYOUT_CHOICES`."""
 
     def list_sections(self) -> Iterator[RunSettings]:
         """The settings of every table."""
@@ -132,6 +137,7 @@ def read_question(
         flops=_parse_flops(chosen_options.get("flops")),
         rank=_parse_ranking(chosen_options),
         not_given=tuple(key for key in ASSUMED_KEYS if key not in given_groups),
+        layouts=_parse_layouts(chosen_options.get("layouts")),
     )
 
 
@@ -185,6 +191,11 @@ def _parse_ranking(options: Mapping[str, str | None]) -> str:
     if ranking == "cost" and options.get("price") is None:
         raise UsageError("rank=cost is not valid without a price: choose price=2.5 (dollars per GPU-hour) or an offer.")
     return ranking
+
+
+def _parse_layouts(text: str | None) -> str:
+    require_choice("layouts", text or LAYOUT_CHOICES[0], LAYOUT_CHOICES)
+    return text or LAYOUT_CHOICES[0]
 
 
 def _parse_tokens(text: str | None) -> float | None:
@@ -247,12 +258,17 @@ examples:
   python -m bench.predict model=t5_2b gpus=16 hardware=h100_80gb network=aws_p5,8x200Gb,nvlink4+ethernet_100
   python -m bench.predict model=t5_2b gpus=8 hardware=like:a100_80gb hardware.memory_gb=96 hardware.peak_tflops.bf16=400
   python -m bench.predict device mine memory_gb=96 bf16_tflops=400 bandwidth=2400
+  python -m bench.predict model=llama3_70b gpus=512 hardware=h100_80gb sequence_length=8192 global_batch=4M_tokens
+  python -m bench.predict map model=llama3_8b,llama3_70b gpus=64,512 hardware=h100_80gb sequence_length=8192
   python -m bench.predict validate
 
 Every field of every group can be set, as in bench.sweep, whose --help names them all. What is set is fixed; strategy,
 sharding factor,
 reshard_after_forward and activation_checkpointing are varied where they are not, each at the largest batch that fits.
 global_batch=512 (sequences) or 4M_tokens compares all at one global batch.
+On more than 64 GPUs, where state is large or nothing fits, and with fewer sequences than GPUs, layouts with tensor,
+pipeline, context and expert parallelism are searched beside, at one global batch (4M tokens unless it is given):
+layouts=all always does so, layouts=none never.
 Commas give several values. The options below can be written key=value too.
 
 exit code: 0 something may fit, 1 nothing does, 2 bad input.
@@ -260,7 +276,8 @@ exit code: 0 something may fit, 1 nothing does, 2 bad input.
 --format json, stable keys (what is unknown is null):
   format, tokens, prices[], pue, power_share, sections[], left_out[]
   sections[]: question (with network: what is assumed of the links, and not_given), advice, warnings[], ranked[],
-    infeasible[], impossible[], rules_of_thumb[]
+    infeasible[], impossible[], rules_of_thumb[], layouts{text, is_layout_best, global_sequences, best_layout_step_s,
+    alone_step_s, num_layouts, num_predicted, num_too_large, num_too_slow}
   ranked[], infeasible[]: rank, status, overrides, strategy, sharding_factor, precision, activation_checkpointing,
     batch_size_per_gpu, largest_batch_per_gpu, tflops_per_gpu, mfu, causal_tflops_per_gpu, causal_mfu,
     tokens_per_second_per_gpu, tokens_per_second,
@@ -285,7 +302,7 @@ batch_size_per_gpu says otherwise. `names` prints a line on every strategy that 
 exit code: 0 something may fit, 1 nothing does, 2 bad input.
 
 --format json, stable keys (what is unknown is null):
-  format, source, cases[]: question (with network), steps[], leaf, ranking, agrees, agreement, may_fit
+  format, source, cases[]: question (with network), steps[], leaf, ranking, layouts, agrees, agreement, may_fit
   steps[]: number, key, question, answer, because, numbers[]{name, value, unit}, threshold{name, value, unit}, source,
     assumed
   leaf: name, advice, ways[]{name, remark, settings, fits, why_not_predicted, run, predict, best}
@@ -301,6 +318,8 @@ BUDGET_OPTIONS = {
     "power_share": ("NUMBER", "of its board power that a GPU draws (default: all, an upper bound)"),
 }
 """What a training takes: name, and what its help says."""
+
+LAYOUTS_OPTION = ("|".join(LAYOUT_CHOICES), "search layouts of several kinds of parallelism (default: auto)")
 
 QuestionT = TypeVar("QuestionT")
 AnswerT = TypeVar("AnswerT")
@@ -322,6 +341,7 @@ def parse_predict_arguments(arguments: Sequence[str], description: str | None) -
         "timeline": ("FILE", "the best row's step: .png, .svg, or a trace as .json"),
         "format": ("table|json|csv", "default: table"),
         "top": ("ROWS|all", "most rows of a table (default: 20)"),
+        "layouts": LAYOUTS_OPTION,
         "flops": ("|".join(FLOP_CONVENTIONS), "what the table's TFLOP/s and MFU count (default: model)"),
     }
     for name, (metavar, help_text) in options_help.items():
@@ -344,7 +364,8 @@ def parse_advise_arguments(arguments: Sequence[str], description: str | None) ->
     """
     parser = _build_question_parser("advise", description, ADVISE_EPILOG)
     parser.add_argument("--format", metavar="|".join(ADVISE_FORMATS), help="default: text; also format=json")
-    for name, (metavar, help_text) in BUDGET_OPTIONS.items():
+    advise_options = {**BUDGET_OPTIONS, "layouts": LAYOUTS_OPTION}
+    for name, (metavar, help_text) in advise_options.items():
         parser.add_argument(f"--{name}", metavar=metavar, help=help_text)
     options = parser.parse_intermixed_args(arguments)
     if options.overrides == ["names"]:
@@ -353,8 +374,8 @@ def parse_advise_arguments(arguments: Sequence[str], description: str | None) ->
     output_format = (given_formats or [options.format or ADVISE_FORMATS[0]])[-1]
     require_choice("format", output_format, ADVISE_FORMATS)
     overrides = [override for override in options.overrides if not override.startswith("format=")]
-    budget_options = {name: getattr(options, name) for name in BUDGET_OPTIONS}
-    return _require_model(read_question(overrides, budget_options, detect_device()), "advise"), output_format
+    option_values = {name: getattr(options, name) for name in advise_options}
+    return _require_model(read_question(overrides, option_values, detect_device()), "advise"), output_format
 
 
 def _build_question_parser(command: str, description: str | None, epilog: str) -> argparse.ArgumentParser:

@@ -30,7 +30,7 @@ TERMINAL_VARIABLES = ("TERM", "COLORTERM", "COLUMNS", "LINES", "NO_COLOR", "FORC
 PLAIN_VALUE = re.compile(r"[\w+-]*|[-+]?[\d.]+([eE][-+]?\d+)?")
 """A name or a number: no path, module or interpolation, behind which something may change."""
 
-UNREMEMBERED_OPTIONS = ("timeline", "--timeline", "validate", "device", "hardware=auto")
+UNREMEMBERED_OPTIONS = ("timeline", "--timeline", "figure", "--figure", "validate", "device", "hardware=auto")
 
 SOURCE_FOLDERS = (PACKAGE_FOLDER, DATA_FOLDER / "conf", DATA_FOLDER / "results" / "predicted")
 """All code and data that an answer may follow from."""

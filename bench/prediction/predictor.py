@@ -289,13 +289,11 @@ def _simulate_rank(
     simulated_rank.allocate("micro-batches", compute_inputs_bytes(config, scaled_trace), "activations")
     simulated_rank.allocate("model's buffers", count_buffer_bytes(config.trained_model, config.gpus), PARAMETER_MEMORY)
     layer_groups = rank_speed.list_layer_groups(config)
-    segments = _build_segments(
+    segments = build_segments(
         key, config.sequences_per_device, HashableHardware(config.hardware), layer_groups, _find_transfer_speed(config)
     )
     if config.devices_per_process > 1:
-        batch_segments = _build_segments(
-            key, config.sequences_per_rank, HashableHardware(config.hardware), layer_groups
-        )
+        batch_segments = build_segments(key, config.sequences_per_rank, HashableHardware(config.hardware), layer_groups)
         segments = build_first_device_segments(segments, batch_segments, config.devices_per_process)
     _simulate_planned_step(config, simulated_rank, plan, segments)
     return simulated_rank
@@ -310,7 +308,7 @@ def _simulate_other_device(config: RunConfig) -> SimulatedRank:
     plan = config.strategy.plan_other_devices(_build_plan_inputs(config, scaled_trace))
     assert plan is not None
     simulated_rank = SimulatedRank(rank_speed.RankSpeed())
-    segments = _build_segments(
+    segments = build_segments(
         key, config.sequences_per_device, HashableHardware(config.hardware), rank_speed.list_layer_groups(config)
     )
     _simulate_planned_step(config, simulated_rank, plan, build_other_device_segments(segments))
@@ -410,7 +408,7 @@ def _compute_offloaded_bytes(config: RunConfig) -> float:
 
 
 @functools.lru_cache(maxsize=256)
-def _build_segments(
+def build_segments(
     key: TraceKey,
     batch_size: int,
     hashable_hardware: HashableHardware,

@@ -183,6 +183,12 @@ class Strategy(ABC):
         return resolved
 
     @property
+    def num_ranks_per_batch(self) -> int:
+        """Ranks that read ``batch_size_per_gpu`` sequences together: 1, but where several share theirs and have fewer
+        than one each."""
+        return 1
+
+    @property
     def timetable(self) -> Timetable | None:
         """In which order a rank runs the stages of a pipeline; None where every rank runs the whole model."""
         return None

@@ -17,6 +17,7 @@ from bench.advice.budget import TrainingBudget
 from bench.advice.candidates import CandidateSet, build_candidates, choose_default_precision
 from bench.advice.cost_tables import list_budget_columns
 from bench.advice.json_csv import build_candidate_values, build_subject_values
+from bench.advice.layouts.sentence import answer_with_layouts
 from bench.advice.misfits import describe_misfit
 from bench.advice.question import AdviceQuestion
 from bench.advice.ranking import rank_with_last_resort
@@ -68,6 +69,7 @@ def build_page(guidance: CaseGuidance) -> list[RenderableType]:
         Text(),
         Text.assemble(("Ranked prediction: ", "bold"), guidance.ranking_advice),
         *(Text(f"Note: {warning}.", style="yellow") for warning in list_warnings(guidance.case.ranking.possible)),
+        *([Text.assemble(("Layouts: ", "bold"), guidance.layouts_text)] if guidance.layouts_text else []),
         Text.assemble(("Tree and ranking: ", "bold"), guidance.agreement_text),
         *_build_command_lines(guidance),
     ]
@@ -235,6 +237,7 @@ def _build_case_values(guidance: CaseGuidance) -> dict[str, Any]:
             "possible": len(ranking.possible),
             "infeasible": len(ranking.infeasible),
         },
+        "layouts": guidance.layouts_text or None,
         "agrees": guidance.does_agree,
         "agreement": guidance.agreement_text,
         "may_fit": guidance.can_fit,
@@ -346,6 +349,8 @@ class CaseGuidance:
     agreement_text: str
     budget: TrainingBudget
     """What the training is to take."""
+    layouts_text: str
+    """Whether a layout of several kinds of parallelism beats all of these; empty where none was searched."""
     not_given: tuple[str, ...] = ()
     """Settings that decide the answer and were not typed."""
 
@@ -393,10 +398,11 @@ def _build_case_guidance(
     )
     decision_path, leaf = walk_tree(case)
     ranked_options = rank_options(case, leaf, on_progress)
+    layouts_text = answer_with_layouts(settings, _build_case_knobs(settings, question), question.layouts, case.ranking)
     advice = describe_advice(case.ranking.possible, case.ranking.infeasible)
     agreement = describe_agreement(case, decision_path, ranked_options)
     return CaseGuidance(
-        case, decision_path, leaf, ranked_options, advice, *agreement, question.budget, question.not_given
+        case, decision_path, leaf, ranked_options, advice, *agreement, question.budget, layouts_text, question.not_given
     )
 
 

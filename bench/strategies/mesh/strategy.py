@@ -134,6 +134,9 @@ class MeshStrategy(Strategy):
     """With tensor: compute the loss on logits that are divided over the vocabulary; else they are gathered."""
     async_tensor_parallel: bool
     """With tensor and compile=true, on GPUs: the compiler overlaps gathers and products by symmetric memory."""
+    ranks_per_batch: Annotated[int | None, DEGREE_RANGE]
+    """Ranks that read `batch_size_per_gpu` sequences together, a divisor of tensor x pipeline x context, whose ranks
+    share theirs: 8 is an eighth of a sequence per GPU at batch 1. null: 1."""
 
     single_mixing_reason = "which does it as its data parallelism does"
 
@@ -166,6 +169,7 @@ class MeshStrategy(Strategy):
             context_form=self.context_form if degrees[CONTEXT] > 1 else "none",
             sequence_parallel=self.sequence_parallel and has_tensor,
             loss_parallel=self.loss_parallel and has_tensor,
+            ranks_per_batch=self.num_ranks_per_batch,
             **degrees,  # type: ignore[arg-type]
         )
         return super(MeshStrategy, strategy).resolve(world_size, ranks_per_node, accumulates=accumulates)
@@ -174,6 +178,10 @@ class MeshStrategy(Strategy):
     def layout(self) -> MeshLayout:
         """Of the resolved strategy."""
         return MeshLayout(tuple((name, getattr(self, name)) for name in parse_order(self.order)))
+
+    @property
+    def num_ranks_per_batch(self) -> int:
+        return self.ranks_per_batch or 1
 
     @property
     def timetable(self) -> Timetable | None:
