@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -344,7 +345,7 @@ class FSDP2Plan(ShardedPlan):
         """Of the shards of those that are trained."""
         return self._unit_sizes[unit.index].trained_shard_numel
 
-    @property
+    @functools.cached_property
     def updated_tensors(self) -> Sequence[UpdatedTensor]:
         """The first rank's shards, which are never smaller than the others'."""
         return [
