@@ -18,6 +18,7 @@ from typing import TextIO
 
 from bench.core.installation import DATA_FOLDER, PACKAGE_FOLDER
 from bench.core.plugins import ENTRY_POINT_GROUPS, list_entry_points
+from bench.core.processes import collect_garbage_rarely
 from bench.prediction.cache import compute_code_hash, find_cache_folder, read_entries, write_entries
 
 ENTRY_KIND = "answer"
@@ -48,6 +49,7 @@ def answer_or_remember(command: str, main: Callable[[], int]) -> int:
     main: callable
         Answers and prints; returns the exit code. 0 and 1 are answers.
     """
+    collect_garbage_rarely()
     key = _build_key(command, sys.argv[1:])
     if key is None:
         return main()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -130,7 +131,7 @@ class FSDP2Plan(ShardedPlan):
         """Of the shards of those that are trained."""
         return self._unit_sizes[unit.index].trained_shard_numel
 
-    @property
+    @functools.cached_property
     def updated_tensors(self) -> Sequence[UpdatedTensor]:
         """The first rank's shards, which are never smaller than the others'."""
         return [

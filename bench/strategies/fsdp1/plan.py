@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -72,7 +73,7 @@ class FSDP1Plan(ShardedPlan):
     def compute_gradient_shard_numel(self, unit: ShardingUnit) -> int:
         return self.compute_shard_numel(unit) if unit.trained_parameters else 0
 
-    @property
+    @functools.cached_property
     def updated_tensors(self) -> Sequence[UpdatedTensor]:
         """The first rank's part of every trained parameter: of those at the beginning of a unit, or nothing. At factor
         1 parameters keep their shape."""
