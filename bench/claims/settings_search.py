@@ -6,6 +6,8 @@ next points, and so on. A setting solves the figure if all its points are predic
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import itertools
 import json
 import math
@@ -28,8 +30,11 @@ DROPPING_ERROR = 0.25
 """A setting that is further off at one point is not predicted for more: it could neither be a solution nor, where there
 is a nearer one, the nearest."""
 
-NUM_NEAREST = 20
-"""Settings that a result names, the nearest first."""
+NUM_NEAREST = 5
+"""Settings that a result names for each group of points where none or few reproduce them, the nearest first."""
+
+MAX_NAMED = 60
+"""Settings that a result names for each group of points at most."""
 
 COUNTED_FLOPS = "flops"
 """The one key of an alternative that changes no run: which FLOPs a source counts, hardware or model."""
@@ -80,7 +85,7 @@ class TriedSetting:
 
     settings: dict[str, str]
     errors: dict[str, float] = field(default_factory=dict)
-    """By the label of a point: predicted against published, as a share; infinite where it cannot run or does not fit."""
+    """By the label of a point, predicted against published as a share; infinite where it cannot run or does not fit."""
 
     @property
     def worst_error(self) -> float:
@@ -89,56 +94,50 @@ class TriedSetting:
 
 
 @dataclass(frozen=True)
+class StageResult:
+    """What a search came to once it had tried a group of points, and all groups before."""
+
+    points: str
+    """What the group is called."""
+    num_predicted: int
+    """Settings that were predicted for it."""
+    num_reproducing: int
+    """Settings of the grid that reproduce all points so far."""
+    nearest: tuple[TriedSetting, ...]
+    """The nearest of those that were tried on all points so far, by their worst error: at least those that reproduce
+    them, up to `MAX_NAMED`."""
+
+
+@dataclass(frozen=True)
 class SearchResult:
     """What a search came to."""
 
     name: str
     num_settings: int
-    stage_counts: tuple[tuple[str, int, int], ...]
-    """Per group of points, in order: its name, how many settings were predicted for it, how many of the grid reproduce it
-    and all groups before."""
-    num_solutions: int
-    nearest: tuple[TriedSetting, ...]
-    """Those that were tried on all points, by their worst error."""
+    stages: tuple[StageResult, ...]
 
     def write(self, path: Path) -> None:
         """As JSON, errors rounded to a thousandth."""
-        plain = {
-            "name": self.name,
-            "num_settings": self.num_settings,
-            "stages": [
-                {"points": name, "predicted": predicted, "reproduced": left}
-                for name, predicted, left in self.stage_counts
-            ],
-            "num_solutions": self.num_solutions,
-            "nearest": [
-                {
-                    "settings": tried.settings,
-                    "errors": {label: round(error, 3) for label, error in tried.errors.items()},
-                }
-                for tried in self.nearest
-            ],
-        }
+        plain = dataclasses.asdict(self)
+        for tried in (tried for stage in plain["stages"] for tried in stage["nearest"]):
+            tried["errors"] = {label: round(error, 3) for label, error in tried["errors"].items()}
         path.write_text(json.dumps(plain, indent=1) + "\n", encoding="utf-8")
 
 
 def read_search_result(path: Path) -> SearchResult:
     """What `SearchResult.write` wrote."""
     plain = json.loads(path.read_text(encoding="utf-8"))
-    return SearchResult(
-        plain["name"],
-        plain["num_settings"],
-        tuple((stage["points"], stage["predicted"], stage["reproduced"]) for stage in plain["stages"]),
-        plain["num_solutions"],
-        tuple(TriedSetting(entry["settings"], entry["errors"]) for entry in plain["nearest"]),
-    )
+    stages = [
+        StageResult(**{**stage, "nearest": tuple(TriedSetting(**tried) for tried in stage["nearest"])})
+        for stage in plain["stages"]
+    ]
+    return SearchResult(plain["name"], plain["num_settings"], tuple(stages))
 
 
 def search_settings(search: SettingsSearch, on_progress: Callable[[str], None] = lambda message: None) -> SearchResult:
     """Try the whole grid."""
     remaining = [TriedSetting(settings) for settings in search.list_settings()]
-    num_reproducing = len(remaining)
-    stage_counts = []
+    stages = []
     for name, points in search.stages:
         on_progress(f"{search.name}: {len(remaining)} settings for {name}")
         num_predicted = len(remaining)
@@ -147,11 +146,11 @@ def search_settings(search: SettingsSearch, on_progress: Callable[[str], None] =
             for tried, error in zip(remaining, errors, strict=True):
                 tried.errors[point.label] = error
             remaining = [tried for tried in remaining if tried.worst_error <= DROPPING_ERROR]
+        remaining.sort(key=lambda tried: tried.worst_error)
         num_reproducing = sum(tried.worst_error <= TOLERANCE for tried in remaining)
-        stage_counts.append((name, num_predicted, num_reproducing))
-    nearest = sorted(remaining, key=lambda tried: tried.worst_error)
-    kept = nearest[: max(NUM_NEAREST, num_reproducing)]
-    return SearchResult(search.name, search.num_settings, tuple(stage_counts), num_reproducing, tuple(kept))
+        named = remaining[: min(MAX_NAMED, max(NUM_NEAREST, num_reproducing))]
+        stages.append(StageResult(name, num_predicted, num_reproducing, tuple(copy.deepcopy(tried) for tried in named)))
+    return SearchResult(search.name, search.num_settings, tuple(stages))
 
 
 def predict_errors(
@@ -172,9 +171,7 @@ def _build_config(settings: dict[str, str]) -> RunConfig | None:
     """The run, None where it cannot be. DDP cannot cast parameters, and runs under autocast."""
     settings = {key: value for key, value in settings.items() if key != COUNTED_FLOPS}
     if settings["strategy"] == "ddp":
-        settings = {
-            key: value for key, value in settings.items() if key.partition(".")[0] != "strategy" or "." not in key
-        }
+        settings = {key: value for key, value in settings.items() if not key.startswith("strategy.")}
         if settings.get("precision.mixing") == "parameters":
             settings["precision.mixing"] = "autocast"
     try:

@@ -39,14 +39,15 @@ PROFILED_STEPS = 2
 COLLECTIVE_SIZES: dict[str, tuple[str, int]] = {
     "c10d::allreduce_": ("all_reduce", 0),
     "c10d::broadcast_": ("broadcast", 0),
-    "c10d::_allgather_base_": ("all_gather", 0),
-    "c10d::_reduce_scatter_base_": ("reduce_scatter", 1),
+    "c10d::allgather_": ("all_gather", 1),
+    "c10d::_allgather_base_": ("all_gather", 1),
+    "c10d::_reduce_scatter_base_": ("reduce_scatter", 0),
 }
-"""Operators that start a collective: what it is called, and which of their arguments is whole: what is gathered, what is
-reduced. The other of the two is a rank's part."""
+"""Operators that start a collective: what it is called, and which of their arguments is a rank's own: the part that it
+gives to an all-gather or gets from a reduce-scatter, else the whole tensor."""
 
 CollectiveCounts = dict[str, dict[str, int]]
-"""By collective: how often it was called, and the elements of its whole tensors."""
+"""By collective: how often it was called, and the elements of the tensors that are a rank's own."""
 
 
 @dataclass(frozen=True)
