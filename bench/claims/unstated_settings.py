@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from bench.claims.settings_search import COUNTED_FLOPS, AxisAlternative, FigurePoint, SettingsSearch
 from bench.core.installation import DATA_FOLDER
 from bench.records import Record, read_published_records
 
-RESULTS_FOLDER = DATA_FOLDER / "results" / "predicted" / "unstated_settings"
-"""One file per search."""
+RESULTS_FOLDER = DATA_FOLDER / "results" / "predicted"
+
+
+def get_result_path(name: str, folder: Path = RESULTS_FOLDER) -> Path:
+    """Where the result of a search lies."""
+    return folder / f"unstated_{name}.json"
+
 
 SOFTWARE = {
     "hardware": "a100_80gb",
@@ -98,7 +105,11 @@ MEMORY_QUANTITIES = {
 
 
 def build_memory_search(published: list[Record] | None = None) -> SettingsSearch:
-    """Figure 8(c): T5-11B, batch 8 and 16, 8 to 512 GPUs; what is allocated first."""
+    """Figure 8(c): T5-11B, batch 8 and 16, 8 to 512 GPUs; what is allocated first.
+
+    Batches, GPUs and checkpointing are stated; a length of 512 and BF16 are, too, but are not taken for granted here.
+    TF32 takes the memory of fp32.
+    """
     rows = [
         row
         for row in published or read_published_records()
@@ -127,12 +138,14 @@ def build_memory_search(published: list[Record] | None = None) -> SettingsSearch
 
     return SettingsSearch(
         name="figure_8c",
-        fixed={key: value for key, value in SOFTWARE.items() if key != "model.attention"},
+        fixed={
+            **{key: value for key, value in SOFTWARE.items() if key != "model.attention"},
+            "activation_checkpointing": "full",
+        },
         axes={
-            "precision": _build_axis(*PRECISIONS.values()),
+            "precision": _build_axis(*(value for name, value in PRECISIONS.items() if name != "tf32")),
             "optimizer state": _build_axis({"optimizer": "adamw"}, {"optimizer": "sgd"}),
             "gradients between steps": _build_plain_axis("optimizer.keep_gradients", "true", "false"),
-            "checkpointing": _build_plain_axis("activation_checkpointing", "full", "selective", "every_2", "none"),
             "blocks per unit": _build_plain_axis("strategy.blocks_per_unit", "1", "2", "4", "12"),
             "sequence lengths": _build_axis(
                 {"sequence_length": "512", "model.decoder_sequence_length": "512"},
@@ -149,3 +162,7 @@ def build_memory_search(published: list[Record] | None = None) -> SettingsSearch
             ("reserved", list_points("peak_memory_reserved")),
         ),
     )
+
+
+SEARCHES = {"figure_6a": build_model_scale_search, "figure_8c": build_memory_search}
+"""By name."""
