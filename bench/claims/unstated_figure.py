@@ -51,7 +51,8 @@ def draw_search_figure(search: SettingsSearch, result: SearchResult, path: Path)
 def describe_search_figure(search: SettingsSearch, result: SearchResult) -> str:
     """The caption."""
     stage = find_last_stage(result)
+    num_shown = min(len(stage.nearest), len(COLOURS))
     return (
-        f"The nearest {min(len(stage.nearest), len(COLOURS))} of {search.num_settings:,} settings, predicted. The shaded "
-        f"part is within {TOLERANCE:.0%}; {stage.num_reproducing} settings lie there at all these points."
+        f"The nearest {num_shown} of {search.num_settings:,} settings, predicted. The shaded part is within "
+        f"{TOLERANCE:.0%}; {stage.num_reproducing} settings lie there at all these points."
     )
