@@ -125,7 +125,7 @@ def _assess_retries(rows: ClaimRows) -> Assessment:
 
 def _assess_offloading(rows: ClaimRows) -> Assessment:
     plain = get_row(rows["predicted"], cpu_offload=False)
-    offloaded = [row for row in rows["predicted"] if row["cpu_offload"]]
+    offloaded = sorted((row for row in rows["predicted"] if row["cpu_offload"]), key=_describe_offload)
     saved = {
         _describe_offload(row): 1 - row["peak_allocated_bytes"] / plain["peak_allocated_bytes"] for row in offloaded
     }

@@ -82,7 +82,7 @@ def _compare_with_ddp(rows: Sequence[Record], model: str) -> dict[str, float]:
     ddp = get_speed(get_row(of_model, strategy="ddp"))
     return {
         row["effective_strategy"].partition("/")[2]: get_speed(row) / ddp
-        for row in of_model
+        for row in sorted(of_model, key=lambda row: row["effective_strategy"])
         if row["strategy"] == "fsdp1"
     }
 

@@ -106,7 +106,8 @@ def _assess_stage(rows: ClaimRows, stage: int, claimed: Callable[[int], float]) 
         else DOES_NOT_HOLD
     )
     reason = {
-        HOLDS: "Model states shrink that much.",
+        HOLDS: "Model states shrink that much."
+        + (" FSDP1 keeps shards alone between steps, and whole parameters within them." if stage == 2 else ""),
         HOLDS_IN_PART: "It holds of DeepSpeed's layout, 2 + 2 + 12 bytes, not of torch's, 4 + 4 + 8."
         if reached["DeepSpeed"] > reached["torch"]
         else "It holds of torch's layout, not of DeepSpeed's.",
@@ -169,7 +170,8 @@ SLOPE_MARGIN = 0.15
 
 def _assess_sixteen_bytes(rows: ClaimRows) -> Assessment:
     measured = {
-        (row["model"], row["precision"]): row["peak_allocated_bytes"] / row["parameters"] for row in rows["measured"]
+        (row["model"], row["precision"]): row["peak_allocated_bytes"] / row["parameters"]
+        for row in sorted(rows["measured"], key=lambda row: (row["model"], row["precision"]))
     }
     predicted = count_state_bytes_per_parameter(get_row(rows["predicted"], world_size=4))
     slope = _fit_state_bytes(rows["published"])

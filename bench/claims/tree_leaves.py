@@ -17,6 +17,7 @@ from bench.claims.claim import (
     PaperClaim,
     RowQuery,
 )
+from bench.core.presentation import format_number
 from bench.prediction.prediction import DOES_NOT_FIT, FITS
 from bench.records import Record
 
@@ -48,7 +49,8 @@ def _does_fit(row: Record) -> bool:
 
 
 def _get_tokens_per_s(row: Record) -> float:
-    return float(row["tokens_per_second_per_gpu"] or 0.0)
+    """0 of a run that does not fit."""
+    return float(row.get("tokens_per_second_per_gpu") or 0.0)
 
 
 def _judge_needed(rows: Mapping[str, Record]) -> str:
@@ -121,8 +123,8 @@ LEAF_CASES = (
         {"single": {"strategy": "single"}, "FSDP2 offloaded": _OFFLOADED}, _judge_nothing_fits,
     ),
     LeafCase(
-        "DDP", "Where a copy fits each GPU of a node, DDP is the simplest, and ZeRO may or may not be faster.",
-        "GPT-1.3B on 8 A100", {"model": "gpt_1b3", "world_size": 8},
+        "DDP", "Where a copy fits each GPU of a node, DDP is enough: ZeRO need not be faster.",
+        "GPT-1.3B on 8 A100, batch 1 of 512", {"model": "gpt_1b3", "world_size": 8},
         {"DDP": {"strategy": "ddp"}, "ZeRO-1": {"strategy": "zero1"}, "FSDP2": _FULL}, _judge_as_good,
     ),
     LeafCase(
@@ -153,8 +155,8 @@ LEAF_CASES = (
         _judge_needed,
     ),
     LeafCase(
-        "DDP across nodes", "Where a copy fits and the network is fast, DDP; ZeRO may or may not be faster.",
-        "GPT-1.3B on 64 A100 with RoCE",
+        "DDP across nodes", "Where a copy fits and the network between nodes is fast, DDP is enough.",
+        "GPT-1.3B on 64 A100 with RoCE, batch 1 of 512",
         {"model": "gpt_1b3", "world_size": 64, _ETHERNET: "RoCE"},
         {"DDP": {"strategy": "ddp"}, "ZeRO-1": {"strategy": "zero1"}, "FSDP2": _FULL}, _judge_as_good,
     ),
@@ -218,7 +220,7 @@ def _describe(row: Record) -> str:
         return f"does not fit ({row['peak_reserved_bytes'] / 1e9:.0f} GB)"
     peak_gb = row["peak_reserved_bytes"] / 1e9
     fit = "" if _does_fit(row) else ", too close to call"
-    return f"{_get_tokens_per_s(row):,.0f} tokens/s per GPU, {peak_gb:.0f} GB{fit}"
+    return f"{format_number(_get_tokens_per_s(row), 3)} tokens/s per GPU, {peak_gb:.0f} GB{fit}"
 
 
 TREE_CLAIMS = tuple(_build_claim(leaf) for leaf in LEAF_CASES)
