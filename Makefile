@@ -105,11 +105,12 @@ predictions: $(VENV)/.installed
 	$(BIN)/python -m bench.sweep sweep=oom_frontier mode=predict hardware=a100_80gb \
 	  store=build/predictions/oom_frontier report=false
 	$(BIN)/python -m bench.sweep sweep=oom_frontier_cpu mode=predict store=build/predictions/cpu_frontier report=false
+	$(BIN)/python -m bench.sweep sweep=claims mode=predict store=build/predictions/claims report=false
 	for model in t5_mini "gpt_mini model.activation=gelu_new"; do \
 	  $(BIN)/python -m bench.sweep sweep=memory_cpu model=$$model mode=predict \
 	    store=build/predictions/cpu_memory report=false || exit; \
 	done
-	for store in a100_80gb oom_frontier cpu_frontier cpu_memory; do \
+	for store in a100_80gb oom_frontier cpu_frontier cpu_memory claims; do \
 	  $(BIN)/python -m bench.records pack build/predictions/$$store --output $(PREDICTED)/$$store \
 	    --replace-predictions || exit; \
 	done

@@ -1,0 +1,76 @@
+"""What a search for unstated settings came to, as Markdown: its grid, how many settings are left, and which."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from bench.claims.settings_search import (
+    TOLERANCE,
+    AxisAlternative,
+    SearchResult,
+    SettingsSearch,
+    StageResult,
+    count_values,
+)
+
+SHORT_NAMES = {
+    "fp32": "fp32",
+    "tf32": "TF32",
+    "bf16": "bf16",
+    "bf16_pure": "bf16 throughout",
+    "parameters": "parameters cast",
+    "null": "",
+}
+
+
+def render_grid(search: SettingsSearch) -> str:
+    """The axes of a grid and its size."""
+    lines = ["| left open | tried |", "|---|---|"]
+    for name, axis in search.axes.items():
+        lines.append(f"| {name} | {', '.join(describe_alternative(alternative) for alternative in axis)} |")
+    return "\n".join(lines) + f"\n\n{search.num_settings:,} settings in all.\n"
+
+
+def describe_alternative(alternative: AxisAlternative) -> str:
+    """The values of an alternative, as they are typed but for formats."""
+    values = dict(alternative)
+    if "precision" in values:
+        mixing = SHORT_NAMES.get(values["precision.mixing"], values["precision.mixing"])
+        return " ".join([SHORT_NAMES[values["precision"]], *([f"({mixing})"] if mixing else [])])
+    return " and ".join(values.values())
+
+
+def render_counts(result: SearchResult) -> str:
+    """How many settings reproduce each group of points and all before."""
+    lines = [
+        f"| points | settings predicted | of {result.num_settings:,} within {TOLERANCE:.0%} here and before |",
+        "|---|--:|--:|",
+        *(f"| {stage.points} | {stage.num_predicted:,} | {stage.num_reproducing:,} |" for stage in result.stages),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def find_last_stage(result: SearchResult) -> StageResult:
+    """The last group of points that some setting of the grid comes near."""
+    return [stage for stage in result.stages if stage.nearest][-1]
+
+
+def render_nearest(search: SettingsSearch, stage: StageResult, num_shown: int) -> str:
+    """The settings that come nearest to a group of points and all before, with their largest error."""
+    names = list(search.axes)
+    lines = [f"| {' | '.join(names)} | largest error |", "|---" * len(names) + "|--:|"]
+    for tried in stage.nearest[:num_shown]:
+        cells = [_find_alternative(tried.settings, search.axes[name]) for name in names]
+        worst = max(tried.errors.values(), key=abs)
+        lines.append(f"| {' | '.join(cells)} | {100 * worst:+.1f} % |")
+    return "\n".join(lines) + "\n"
+
+
+def _find_alternative(settings: Mapping[str, str], axis: Sequence[AxisAlternative]) -> str:
+    (counted,) = [index for index, count in enumerate(count_values([settings], axis)) if count]
+    return describe_alternative(axis[counted])
+
+
+def describe_settings(search: SettingsSearch, settings: Mapping[str, str]) -> str:
+    """The alternatives that a setting has of every axis, on one line."""
+    return ", ".join(f"{name} {_find_alternative(settings, axis)}" for name, axis in search.axes.items())
