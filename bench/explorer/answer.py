@@ -1,4 +1,4 @@
-"""The answer to a state as plain data: what ``bench.predict`` ranks, and of the best row where its memory and time go."""
+"""The answer to a state as plain data: what ``bench.predict`` ranks, and where memory and time of the best row go."""
 
 from __future__ import annotations
 
@@ -54,6 +54,7 @@ class OptionAnswer:
     strategy: str
     state: ExplorerState
     """That asks for this way alone."""
+    run_id: str
     verdict: str | None
     """fits, too close to call or does not fit; None where the memory of the device is unknown."""
     misfit: str
@@ -167,9 +168,7 @@ def choose_best(ranking: CandidateRanking) -> RankedCandidate:
         return ranking.best_candidate
     if fitting:
         return choose_recommended(fitting)
-    return min(
-        ranking.possible, key=lambda row: row.prediction.memory.reserved.value, default=ranking.top_candidate
-    )
+    return min(ranking.possible, key=lambda row: row.prediction.memory.reserved.value, default=ranking.top_candidate)
 
 
 def rank_state(state: ExplorerState) -> CandidateRanking:
@@ -194,6 +193,7 @@ def build_option(candidate: RankedCandidate, state: ExplorerState, budget: Train
         label=f"{format_strategy(config)}, checkpointing {checkpointing}, batch {batch}",
         strategy=format_strategy(config),
         state=state.replace_run_settings(candidate.settings),
+        run_id=config.run_id,
         verdict=memory.verdict,
         misfit="" if candidate.can_fit else describe_misfit(candidate),
         batch_size=batch,

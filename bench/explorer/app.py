@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import logging
+import os
 import socket
-import sys
 import webbrowser
 from collections.abc import Callable
 from concurrent.futures import BrokenExecutor
@@ -93,7 +94,10 @@ def build_app(queue: AnswerQueue | None, controls: list[dict[str, Any]] | None =
         loader=jinja2.FileSystemLoader(ASSETS_FOLDER), autoescape=True, undefined=jinja2.StrictUndefined
     ).get_template("page.html.j2")
     app.index_string = template.render(
-        controls=controls or describe_controls(), is_static=queue is None, further=FURTHER_SETTINGS, defaults=DEFAULT_SETTINGS
+        controls=controls or describe_controls(),
+        is_static=queue is None,
+        further=FURTHER_SETTINGS,
+        defaults=DEFAULT_SETTINGS,
     )
     app.layout = html.Div(
         [
@@ -121,9 +125,9 @@ def build_app(queue: AnswerQueue | None, controls: list[dict[str, Any]] | None =
         app.clientside_callback(ClientsideFunction("explorer", "read_answer"), *outputs, *inputs)
     else:
         app.callback(*outputs, *inputs, prevent_initial_call=True)(lambda *values: _update(queue, *values))
-        app.callback(
-            Output("model-settings", "data"), Input("model-file", "data"), prevent_initial_call=True
-        )(_read_uploaded_model)
+        app.callback(Output("model-settings", "data"), Input("model-file", "data"), prevent_initial_call=True)(
+            _read_uploaded_model
+        )
     app.clientside_callback(ClientsideFunction("explorer", "show_refusal"), Input("refusal", "data"))
     app.clientside_callback(ClientsideFunction("explorer", "take_model"), Input("model-settings", "data"))
     return app
@@ -182,7 +186,9 @@ def _update(queue: AnswerQueue, address: str | None, _: int | None, shown: dict[
     elif ANSWER not in shown_sections:
         updates = [sections.get(name, []) for name in SECTIONS]
     else:
-        updates = [sections[name] if name in sections and name not in shown_sections else no_update for name in SECTIONS]
+        updates = [
+            sections[name] if name in sections and name not in shown_sections else no_update for name in SECTIONS
+        ]
     return (
         *updates,
         "" if ANSWER in sections else "busy",
@@ -228,6 +234,7 @@ def serve(host: str, port: int, *, opens_browser: bool, print_address: Callable[
     require_at_least("--port", port, 0)
     with open_answer_queue() as queue:
         server = _open_server(build_app(queue), host, port)
+        logging.getLogger("werkzeug").setLevel(logging.ERROR)  # which writes a line for each request
         shown_host = f"[{host}]" if ":" in host else host
         address = f"http://{shown_host}:{server.server_port}/"
         print_address(address)
@@ -245,16 +252,11 @@ def _open_server(app: Dash, host: str, port: int) -> BaseWSGIServer:
             pass
         return make_server(host, port, app.server, threaded=True)
     except (OSError, OverflowError) as error:
-        if getattr(error, "errno", None) in (errno.EADDRINUSE, errno.EACCES):
-            raise invalid_value_error("--port", port, f"another ({error.strerror})") from None
+        if isinstance(error, OSError) and error.errno in (errno.EADDRINUSE, errno.EACCES):
+            reason = os.strerror(error.errno or 0)
+            raise invalid_value_error("--port", port, f"another, or 0 for any free one ({reason})") from None
         raise invalid_value_error("--host", host, f"an address of this machine ({error})") from None
 
 
 def _find_family(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
-
-
-def warn_of_network(host: str) -> None:
-    """Say so where others can reach the page."""
-    if host not in ("127.0.0.1", "localhost", "::1"):
-        print("Whoever reaches this address can have this machine predict.", file=sys.stderr)

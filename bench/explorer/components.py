@@ -28,6 +28,12 @@ VERDICT_CLASSES = {FITS: "fits", TOO_CLOSE: "close", DOES_NOT_FIT: "misfit"}
 VERDICT_MARKS = {FITS: "✓", TOO_CLOSE: "≈", DOES_NOT_FIT: "✗"}
 VERDICT_HEADINGS = {FITS: "It fits", TOO_CLOSE: "Too close to call", DOES_NOT_FIT: "It does not fit"}
 
+SPEED_SHARES = (0.5, 0.75, 0.9, 0.98)
+"""Of the fastest speed of the map: from each on a cell is a shade darker."""
+
+MAX_UNBROKEN_CHARACTERS = 18
+"""Of a cell of a table whose text is kept in one line."""
+
 UNUSED_LABEL, FREE_LABEL = "reserved, not in use", "free"
 
 UNIT_TOKENS_TEXT = "a billion tokens"
@@ -46,7 +52,9 @@ def build_answer(answer: ExplorerAnswer) -> list[Component]:
                 html.P(answer.subject, className="muted"),
                 html.H2(
                     [
-                        html.Span(VERDICT_MARKS.get(verdict, "?"), className=f"mark {VERDICT_CLASSES.get(verdict, '')}"),
+                        html.Span(
+                            VERDICT_MARKS.get(verdict, "?"), className=f"mark {VERDICT_CLASSES.get(verdict, '')}"
+                        ),
                         VERDICT_HEADINGS.get(verdict, "Whether it fits is not known"),
                     ],
                     id="verdict",
@@ -123,13 +131,19 @@ def _build_memory(memory: MemoryUse) -> list[Component]:
     capacity_text = "" if memory.capacity is None else f", of {format_memory(memory.capacity)}"
     low, high = format_memory(memory.reserved.low), format_memory(memory.reserved.high)
     return [
-        html.P(f"{format_memory(memory.reserved.value)} reserved{capacity_text}; the peak is in {memory.peak_location}."),
+        html.P(
+            f"{format_memory(memory.reserved.value)} reserved{capacity_text}; the peak is in {memory.peak_location}."
+        ),
         html.Div([*_build_bar_parts(shares), *limit], className="bar", role="img", **_label("Parts of the memory")),
         _build_table(
             "What the memory consists of",
             ("Part", "Memory", "Share"),
             [
-                ([html.Span(className=f"swatch {_name_class(label)}"), label], format_memory(size), _format_share(size / total))
+                (
+                    [html.Span(className=f"swatch {_name_class(label)}"), label],
+                    format_memory(size),
+                    _format_share(size / total),
+                )
                 for label, size in sizes.items()
             ],
         ),
@@ -180,7 +194,9 @@ def build_timeline(timeline: StepTimeline | None) -> list[Component]:
         html.Section(
             [
                 html.H2("The step, stream by stream"),
-                html.P(["One rank, simulated; drag to look closer, double-click for the whole. ", *note], className="muted"),
+                html.P(
+                    ["One rank, simulated; drag to look closer, double-click for the whole. ", *note], className="muted"
+                ),
                 html.Div(figure, role="img", **labels),
             ]
         )
@@ -234,7 +250,7 @@ def build_frontier(frontier: FrontierMap, best: OptionAnswer) -> list[Component]
 
 def _build_map_cell(option: OptionAnswer | None, fastest: float, best: OptionAnswer) -> Component:
     if option is None:
-        return html.Td(html.Span("not possible", className="muted"), className="impossible")
+        return html.Td(html.Span(MISSING, className="muted", title="not possible, or what another row is"))
     classes = [VERDICT_CLASSES.get(option.verdict or "", "")]
     if option.verdict == DOES_NOT_FIT:
         text = [html.Span("✗ does not fit")]
@@ -242,8 +258,8 @@ def _build_map_cell(option: OptionAnswer | None, fastest: float, best: OptionAns
         speed = option.tokens_per_second_per_gpu
         mark = "≈ " if option.verdict == TOO_CLOSE else ""
         text = [html.Span(f"{mark}batch {option.batch_size}"), html.Br(), html.Span(format_count(speed))]
-        classes.append(f"speed-{round(4 * (speed or 0) / fastest)}")
-    if option.state == best.state:
+        classes.append(f"speed-{sum((speed or 0) >= share * fastest for share in SPEED_SHARES)}")
+    if option.run_id == best.run_id:
         classes.append("here")
     return html.Td(html.A(text, href=option.state.address), className=" ".join(classes))
 
@@ -251,7 +267,9 @@ def _build_map_cell(option: OptionAnswer | None, fastest: float, best: OptionAns
 def build_recorded(rows: Sequence[RecordedRow]) -> list[Component]:
     """What others measured or published of the same question."""
     if not rows:
-        content: list[Component] = [html.P("There is no measured and no published run of this model, or of one of its size.")]
+        content: list[Component] = [
+            html.P("There is no measured and no published run of this model, or of one of its size.")
+        ]
     else:
         table_rows = [
             (row.evidence, row.run, row.result, ", ".join(row.differences) or "nothing", row.source) for row in rows
@@ -291,7 +309,14 @@ def _build_cost(answer: ExplorerAnswer) -> list[Component]:
     tokens = f"{format_count(answer.cost_tokens)} tokens" if best.days is not None else UNIT_TOKENS_TEXT
     figures = [
         ("Days", MISSING if best.days is None else format_number(best.days)),
-        ("Dollars", MISSING if best.dollars is None else f"${best.dollars:,.0f}" if best.dollars >= 100 else f"${best.dollars:,.2f}"),
+        (
+            "Dollars",
+            MISSING
+            if best.dollars is None
+            else f"${best.dollars:,.0f}"
+            if best.dollars >= 100
+            else f"${best.dollars:,.2f}",
+        ),
         ("Energy", MISSING if best.kwh is None else f"{format_number(best.kwh)} kWh"),
     ]
     dollars_note = "" if best.dollars is not None else " Dollars need a price."
@@ -326,9 +351,14 @@ def _build_bar_parts(shares: Mapping[str, float]) -> list[Component]:
 
 def _build_table(caption: str, headings: Sequence[str], rows: Sequence[Sequence[Component]]) -> Component:
     head = html.Tr([html.Th(heading, scope="col") for heading in headings])
-    body = [html.Tr([html.Th(row[0], scope="row"), *(html.Td(cell) for cell in row[1:])]) for row in rows]
+    body = [html.Tr([html.Th(row[0], scope="row"), *map(_build_cell, row[1:])]) for row in rows]
     table = html.Table([html.Caption(caption), html.Thead(head), html.Tbody(body)])
     return html.Div(table, className="scroll", tabIndex=0, role="region", **_label(caption))
+
+
+def _build_cell(content: Component) -> Component:
+    is_short = isinstance(content, str) and len(content) <= MAX_UNBROKEN_CHARACTERS
+    return html.Td(content, className="short" if is_short else "")
 
 
 def _label(text: str) -> dict[str, str]:

@@ -57,7 +57,11 @@ CONTROLS = (
     ),
     ExplorerControl("sequence_length", "Sequence length", "Tokens per sequence.", is_number=True),
     ExplorerControl(
-        BATCH, "Batch per GPU", "Sequences per GPU; empty: the largest that fits.", "the largest that fits", is_number=True
+        BATCH,
+        "Batch per GPU",
+        "Sequences per GPU; empty: the largest that fits.",
+        "the largest that fits",
+        is_number=True,
     ),
     ExplorerControl(
         PRECISION, "Precision", empty_label="the usual one of the device", list_choices=_list_group("precision")

@@ -149,5 +149,3 @@ def _list_lazy_scripts(app: Dash) -> list[str]:
         for path in paths
         if path.endswith(".js")
     ]
-
-

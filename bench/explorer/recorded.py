@@ -138,7 +138,11 @@ def _build_row(row: dict[str, Any], result: str, differences: tuple[str, ...]) -
     )
     run = f"{texts['model']}, {variant.label}"
     is_published = row["evidence"] == "published"
-    source = f"{texts['source_key']}, {texts['source_figure'] or texts['source_url']}" if is_published else "results/measured"
+    source = (
+        f"{texts['source_key']}, {texts['source_figure'] or texts['source_url']}"
+        if is_published
+        else "results/measured"
+    )
     return RecordedRow(row["evidence"], run, result, differences, source)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from urllib.parse import parse_qsl, urlencode
 
-from bench.core.errors import UsageError, invalid_value_error, require_at_least, shorten_text
+from bench.core.errors import UsageError, invalid_value_error, shorten_text
 from bench.explorer.controls import CONTROL_KEYS, COST_OPTIONS, DEFAULT_SETTINGS, FURTHER_SETTINGS, MODEL
 from bench.models.hf import IGNORED_KEYS, OPTION_NAME
 from bench.records.matching import flatten_config
@@ -159,15 +159,10 @@ def read_model_file(name: str, text: str) -> dict[str, str]:
     except ValueError as error:
         raise UsageError(f"model={name} is not valid: choose a config.json ({error}).") from None
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
-        raise UsageError(f"model={name} is not valid: choose a config.json with a model_type, as transformers writes it.")
+        raise UsageError(
+            f"model={name} is not valid: choose a config.json with a model_type, as transformers writes it."
+        )
     shape = {key: value for key, value in config.items() if key not in IGNORED_KEYS and value is not None}
     model_name = re.sub(r"\W+", "_", name.removesuffix(".json")).strip("_") or OPTION_NAME
     settings = {MODEL: OPTION_NAME, f"{MODEL}.name": model_name}
     return settings | {f"{MODEL}.{path}": format_override_value(value) for path, value in flatten_config(shape).items()}
-
-
-def check_port(port: int) -> None:
-    """Raise `UsageError` unless a server can listen on a port."""
-    require_at_least("--port", port, 0)
-    if port > 65535:
-        raise invalid_value_error("--port", port, "a whole number of at most 65535")

@@ -98,6 +98,8 @@ def answer_frontier(state: ExplorerState) -> FrontierMap:
     cells: dict[tuple[str, int], Candidate] = {}
     for name, settings in row_settings.items():
         for gpus in gpu_counts:
+            if settings.get(SHARDING_FACTOR) == str(gpus):
+                continue  # full sharding, which another row is about
             candidate = _build_candidate({**fixed_settings, **settings, GPUS: str(gpus)}, has_requested_batch)
             if candidate is not None:
                 cells[name, gpus] = candidate

@@ -1,4 +1,4 @@
-"""The process that predicts: the parts of an answer in the order in which they are wanted, the newest question first."""
+"""The process that predicts: the parts of an answer in the order in which they are wanted, the newest answer first."""
 
 from __future__ import annotations
 
@@ -98,9 +98,7 @@ class AnswerQueue:
         """
         futures = self._futures.get(address, {})
         wait([future for future in futures.values() if not future.cancelled()], timeout_s)
-        return {
-            part: future.result() for part, future in futures.items() if future.done() and not future.cancelled()
-        }
+        return {part: future.result() for part, future in futures.items() if future.done() and not future.cancelled()}
 
 
 @contextlib.contextmanager

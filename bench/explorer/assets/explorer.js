@@ -56,6 +56,8 @@
 
   function begin() {
     fill_form(window.location.search);
+    const more = document.getElementById("more");
+    if (more && window.matchMedia("(max-width: 52rem)").matches) more.open = false;
     form().addEventListener("submit", (event) => event.preventDefault());
     form().addEventListener("change", (event) => {
       if (event.target.type === "file") read_file(event.target.files[0]);
