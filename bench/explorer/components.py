@@ -46,7 +46,7 @@ def build_answer(answer: ExplorerAnswer) -> list[Component]:
     """What was found, and why."""
     best = answer.best
     verdict = best.verdict or ""
-    sections = [
+    return [
         html.Section(
             [
                 html.P(answer.subject, className="muted"),
@@ -68,7 +68,6 @@ def build_answer(answer: ExplorerAnswer) -> list[Component]:
         html.Section([html.H2("Memory"), *_build_memory(best.memory)]),
         html.Section([html.H2("Time"), *_build_time(answer)]),
     ]
-    return sections
 
 
 def build_answer_end(answer: ExplorerAnswer) -> list[Component]:

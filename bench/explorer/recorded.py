@@ -131,7 +131,7 @@ def list_differences(row: dict[str, Any], wanted: dict[str, Any]) -> tuple[str, 
 def _build_row(row: dict[str, Any], result: str, differences: tuple[str, ...]) -> RecordedRow:
     texts = {key: None if _is_missing(value) else value for key, value in row.items()}
     variant = build_variant(
-        texts["strategy"] if "strategy" in texts else None,
+        texts.get("strategy"),
         texts["effective_strategy"],
         texts["sharding_factor"],
         texts["world_size"],

@@ -102,11 +102,13 @@ QUESTIONS = (
         "model=llama3_2_1b&hardware=h100_80gb&gpus=8&strategy=ddp&activation_checkpointing=none&batch_size_per_gpu=1"
         "&sequence_length=8192",
         "fits",
-        lambda answer: max(answer.best.memory.parts, key=lambda name: answer.best.memory.parts[name])
-        in ("activations", "temporary results"),
+        lambda answer: (
+            max(answer.best.memory.parts, key=lambda name: answer.best.memory.parts[name])
+            in ("activations", "temporary results")
+        ),
     ),
     UserQuestion(
-        "Does an MoE or a large vocabulary matter: Llama 3.2 1B with the loss in chunks?",
+        "Would a loss in chunks help there?",
         "model=llama3_2_1b&hardware=h100_80gb&gpus=8&strategy=ddp&activation_checkpointing=none&batch_size_per_gpu=1"
         "&sequence_length=8192&further=loss%3Dchunked",
         "fits",
@@ -248,7 +250,9 @@ def test_the_timeline_is_that_of_the_step() -> None:
 
 def test_measured_and_published_rows_stand_beside_the_prediction() -> None:
     measured = find_recorded_rows(
-        ExplorerState.from_address("model=gpt_mini&hardware=cpu&gpus=4&strategy=ddp&batch_size_per_gpu=1&sequence_length=128")
+        ExplorerState.from_address(
+            "model=gpt_mini&hardware=cpu&gpus=4&strategy=ddp&batch_size_per_gpu=1&sequence_length=128"
+        )
     )
     assert measured[0].evidence == "measured"
     assert "model" not in " ".join(measured[0].differences)
@@ -264,7 +268,9 @@ def test_measured_and_published_rows_stand_beside_the_prediction() -> None:
 
 
 def test_a_dropped_config_is_answered() -> None:
-    text = json.dumps({**json.loads((ROOT / "docs" / "examples" / "my-model.json").read_text()), "num_hidden_layers": 2})
+    text = json.dumps(
+        {**json.loads((ROOT / "docs" / "examples" / "my-model.json").read_text()), "num_hidden_layers": 2}
+    )
     settings = {
         **read_model_file("tiny.json", text),
         **{"gpus": "8", "batch_size_per_gpu": "1", "sequence_length": "128", "strategy": "ddp"},
