@@ -35,15 +35,17 @@ from bench.explorer.worker import (
 )
 
 ASSETS_FOLDER = Path(__file__).parent / "assets"
+"""What the page loads, beside what Dash brings; its template lies above."""
 
 POLL_INTERVAL_MS = 300
 
 IMMEDIATE_S = 0.4
 """How long a new question is waited for before progress is shown."""
 
-SECTIONS = (ANSWER, "end", TIMELINE, NEIGHBOURS, FRONTIER, RECORDED)
-PLACES = (ANSWER, TIMELINE, NEIGHBOURS, FRONTIER, "end", RECORDED)
-"""Sections of the answer as they are filled, and as they stand on the page. `end` comes with the answer."""
+END = "end"
+
+SECTIONS = (ANSWER, TIMELINE, NEIGHBOURS, FRONTIER, END, RECORDED)
+"""Sections of the answer as they stand on the page, each a part of it; `END` belongs to `ANSWER`."""
 
 STOPPED_SENTENCE = "The process that predicts was killed: start python -m bench.explore again."
 
@@ -70,7 +72,7 @@ def render_sections(parts: dict[str, Any]) -> dict[str, list[Any]]:
         name: [html.P(part.sentence, className="note")] if isinstance(part, Refusal) else builders[name](part)
         for name, part in parts.items()
     }
-    return {**sections, "end": components.build_answer_end(answer)}
+    return {**sections, END: components.build_answer_end(answer)}
 
 
 def build_app(queue: AnswerQueue | None, controls: list[dict[str, Any]] | None = None) -> Dash:
@@ -91,7 +93,7 @@ def build_app(queue: AnswerQueue | None, controls: list[dict[str, Any]] | None =
         suppress_callback_exceptions=True,
     )
     template = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(ASSETS_FOLDER), autoescape=True, undefined=jinja2.StrictUndefined
+        loader=jinja2.FileSystemLoader(ASSETS_FOLDER.parent), autoescape=True, undefined=jinja2.StrictUndefined
     ).get_template("page.html.j2")
     app.index_string = template.render(
         controls=controls or describe_controls(),
@@ -109,7 +111,7 @@ def build_app(queue: AnswerQueue | None, controls: list[dict[str, Any]] | None =
             dcc.Store(id="model-settings"),
             dcc.Interval(id="poll", interval=POLL_INTERVAL_MS, disabled=True),
             html.Div(id="progress", role="status"),
-            html.Div([html.Div(id=f"section-{name}") for name in PLACES], id="sections"),
+            html.Div([html.Div(id=f"section-{name}") for name in SECTIONS], id="sections"),
         ]
     )
     outputs = [
