@@ -17,6 +17,7 @@ COMMANDS = {
     "check": "a new machine: is everything right before a sweep?",
     "predict": "will it fit, how fast will it be, which sharding? Without a GPU",
     "advise": "which strategy? A decision tree, each step answered by a prediction",
+    "explore": "the questions of predict in a browser, with controls",
     "calibrate": "measure this machine, so that predictions know it",
     "report": "figures and one page from rows",
     "notebooks": "the notebooks of the paper's figures, rendered from rows",
