@@ -16,6 +16,7 @@ from typing import Any
 from bench import records
 from bench.config.run_config import RunConfig
 from bench.core.files import encode_record
+from bench.core.presentation import format_number
 from bench.core.units import MIB
 from bench.launch.ranks import RankExit
 from bench.rank import environment
@@ -288,7 +289,7 @@ def describe_outcome(record: Record) -> str:
         tflops, step_s = record.get("tflops_per_gpu"), record.get("step_time_median_s")
         if tflops is None or step_s is None:
             return "fits; no time is known"
-        speed_text = f"{tflops:.1f} TFLOP/s" if tflops >= 1 else f"{tflops * 1000:.1f} GFLOP/s"
+        speed_text = f"{format_number(tflops)} TFLOP/s"
         nonfinite_step = record.get("first_nonfinite_loss_step")
         divergence_text = "" if nonfinite_step is None else f", loss not finite from step {nonfinite_step}"
         return f"{step_s * 1000:.1f} ms/step, {speed_text} per rank{divergence_text}"

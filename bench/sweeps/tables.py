@@ -16,6 +16,7 @@ from rich.text import Text
 
 from bench.config.price import NO_COST_TERMS, CostTerms
 from bench.config.run_config import RunConfig
+from bench.core.presentation import format_number
 from bench.core.typed_config import format_override_value
 from bench.core.units import GIB, MIB
 from bench.launch.slurm.launcher import PlannedArray, SlurmLauncher
@@ -227,9 +228,7 @@ def build_result_table(
     cost_terms: CostTerms = NO_COST_TERMS,
 ) -> RenderableType:
     """A line per run: what it was and what it measured."""
-    on_cpu = all(config.hardware.device == "cpu" for config in configs)
-    unit, factor = ("GFLOP/s", 1000) if on_cpu else ("TFLOP/s", 1)
-    measured_columns = ("ms/step", unit, "peak MiB", *UNIT_COST_COLUMNS)
+    measured_columns = ("ms/step", "TFLOP/s", "peak MiB", *UNIT_COST_COLUMNS)
     differences = _describe_differing_settings(configs)
     has_rehearsals = any(config.is_rehearsed for config in configs)
     title = REHEARSAL_TITLE if has_rehearsals else "Results (speed and memory per rank)"
@@ -243,25 +242,26 @@ def build_result_table(
         table.add_row(
             *cells,
             Text(status, style=STATUS_STYLES.get(status, "red")),
-            *_format_measurements(record, factor),
+            *_format_measurements(record),
             *_format_unit_costs(config, record, cost_terms),
         )
     return table
 
 
-def _format_measurements(record: Record | None, factor: int) -> list[str]:
+def _format_measurements(record: Record | None) -> list[str]:
     if record is None or record["status"] not in FINISHED_STATUSES:
         return ["", "", ""]
     if record["status"] == "oom":
         requested_bytes = record.get("oom_bytes")
         return ["in", record["oom_phase"], f"+{requested_bytes / MIB:.1f}" if requested_bytes else ""]
-    number_formats = (
-        ("step_time_median_s", 1000, ".1f"),
-        ("tflops_per_gpu", factor, ",.1f"),
-        ("peak_allocated_bytes", 2**-20, ",.1f"),
+    step_s, tflops, peak_bytes = (
+        record.get(name) for name in ("step_time_median_s", "tflops_per_gpu", "peak_allocated_bytes")
     )
-    scaled_values = ((record.get(name), scale, digits) for name, scale, digits in number_formats)
-    return ["" if value is None else format(value * scale, digits) for value, scale, digits in scaled_values]
+    return [
+        "" if step_s is None else f"{step_s * 1000:.1f}",
+        "" if tflops is None else format_number(tflops),
+        "" if peak_bytes is None else f"{peak_bytes / MIB:,.1f}",
+    ]
 
 
 def build_prediction_table(
