@@ -138,7 +138,8 @@ def _save_figures(sections: list[ReportSection], folder: Path, max_figures: int)
             svg_texts[drawing.name] = save_drawing(drawing, folder)
             drawing.figure.clear()  # a report of many would hold them all
         if figure_count < len(section.planned_figures):
-            section.notice = f"{section.notice} {_describe_left_out(figure_count, len(section.planned_figures), num_planned)}".strip()
+            left_out_note = _describe_left_out(figure_count, len(section.planned_figures), num_planned)
+            section.notice = f"{section.notice} {left_out_note}".strip()
     return svg_texts
 
 
