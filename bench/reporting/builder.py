@@ -124,6 +124,7 @@ def _save_figures(sections: list[ReportSection], folder: Path, max_figures: int)
             if Path(name).name == name:
                 (folder / name).unlink(missing_ok=True)
     svg_texts: dict[str, str] = {}
+    num_planned = sum(len(section.planned_figures) for section in sections)
     manifest.write_text("")
     for section, figure_count in zip(
         sections, _distribute_figures([len(section.planned_figures) for section in sections], max_figures), strict=True
@@ -137,9 +138,8 @@ def _save_figures(sections: list[ReportSection], folder: Path, max_figures: int)
             svg_texts[drawing.name] = save_drawing(drawing, folder)
             drawing.figure.clear()  # a report of many would hold them all
         if figure_count < len(section.planned_figures):
-            section.notice = (
-                f"{section.notice} {_describe_left_out(figure_count, len(section.planned_figures))}".strip()
-            )
+            left_out_note = _describe_left_out(figure_count, len(section.planned_figures), num_planned)
+            section.notice = f"{section.notice} {left_out_note}".strip()
     return svg_texts
 
 
@@ -154,10 +154,10 @@ def _distribute_figures(planned_counts: list[int], max_figures: int) -> list[int
     return drawn_counts
 
 
-def _describe_left_out(drawn: int, planned: int) -> str:
+def _describe_left_out(drawn: int, planned: int, planned_in_all: int) -> str:
     return (
         f"{presentation.format_plural(drawn, 'figure')} of {planned} drawn: give bench.report a part of the store, or "
-        f"--figures {planned} to draw more."
+        f"--figures {planned_in_all} to draw all of all sections."
     )
 
 

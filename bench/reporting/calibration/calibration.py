@@ -121,7 +121,7 @@ MAX_SERIES = 6
 """Curves of a panel: those that took longest."""
 
 SERIES_COLOURS = ("#1a55f0", "#a44d1e", "#24a450", "#878787", "#a72bbd", "#ad7f24")
-"""Okabe & Ito's darker ones; markers and dashes say the same without colour."""
+"""Readable on white and on black; markers and dashes say the same without colour."""
 SERIES_DASHES: tuple[Any, ...] = ("-", "--", ":", "-.", (0, (5, 1, 1, 1)), (0, (1, 2)))
 
 MAX_THREE_COLUMN_CHARS = 15

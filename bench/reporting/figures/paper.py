@@ -134,7 +134,7 @@ def _list_agreement(points: pd.DataFrame) -> list[str]:
             continue
         known = errors.dropna()
         line = f"{evidence} {quantity}: {np.mean(np.abs(known)):.1%} off on average".replace("%", " %")
-        line += f" ({paper_bars.format_error(known.min())} to {paper_bars.format_error(known.max())})"
+        line += f" ({paper_bars.format_error(float(known.min()))} to {paper_bars.format_error(float(known.max()))})"
         with_interval = compared[compared["high"] > compared["low"]]
         if evidence == "predicted" and len(with_interval):
             inside = sum(_is_inside(point, published) for point in with_interval.to_dict("records"))

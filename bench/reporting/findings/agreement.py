@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import pandas as pd
 
 from bench.core.presentation import format_number, format_percent, format_plural
@@ -82,8 +85,8 @@ def _is_among(pair: pd.Series, summary: pd.DataFrame) -> bool:
     return bool((summary[keys] == list(pair[keys])).all(axis=1).any())
 
 
-def _describe_interval(source: dict[str, object]) -> str:
+def _describe_interval(source: Mapping[Any, Any]) -> str:
     """How many references lie within the intervals that the estimates state."""
     if pd.isna(source["inside"]):
         return ""
-    return f" {format_percent(float(str(source['inside'])))} lie within the interval that is stated for 95 %."
+    return f" {format_percent(float(source['inside']))} lie within the interval that is stated for 95 %."
