@@ -22,6 +22,7 @@ extensions = [
     "page_commands",
     "report_figures",
     "generated_pages",
+    "notebook_pages",
 ]
 exclude_patterns = ["_ext", "_static"]
 default_role = "code"  # docstrings write `name`
