@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from bench import compare
 from bench.comparison import CANNOT_TELL, REGRESSION, ComparisonSettings, compare_records
@@ -69,7 +70,9 @@ def measure_alarm_rate(count: int, configurations: int, rounds: int, *, in_turn:
 @pytest.mark.slow
 @pytest.mark.parametrize(("configurations", "rounds", "count"), [(1, 5, 1000), (1, 10, 500), (4, 5, 500), (8, 10, 150)])
 def test_in_turn_a_drifting_machine_raises_a_false_alarm_in_at_most_one_of_a_hundred(configurations, rounds, count):
-    assert measure_alarm_rate(count, configurations, rounds, in_turn=True) <= 0.01
+    """0.1 to 0.7 % in a thousand and more trials of each; here as many as chance allows for 1 % (one in a thousand)."""
+    alarms = count * measure_alarm_rate(count, configurations, rounds, in_turn=True)
+    assert alarms <= stats.binom.isf(0.001, count, 0.01)
 
 
 @pytest.mark.slow

@@ -22,7 +22,12 @@ from tests.conftest import needs
 from tests.records_fixture import make_record, write_store
 from tests.repeated_runs import make_runs
 
-pytestmark = [pytest.mark.long, pytest.mark.slow, needs("mlflow")]
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.slow,
+    needs("mlflow"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # SQLAlchemy's, of MLflow
+]
 
 STARTED_AT = "2026-05-04T01:00:00+00:00"
 PIXEL = bytes.fromhex(
