@@ -23,6 +23,7 @@ extensions = [
     "report_figures",
     "generated_pages",
     "claim_pages",
+    "notebook_pages",
 ]
 exclude_patterns = ["_ext", "_static"]
 default_role = "code"  # docstrings write `name`

@@ -66,9 +66,11 @@ def invalid_value_error(
     names: iterable
         The valid values that are names, where `choices` is a sentence part: the nearest is suggested.
     """
-    if not isinstance(choices, str):
-        names = choices = [str(choice) for choice in choices]
-    valid_values = choices if isinstance(choices, str) else ", ".join(choices)
+    if isinstance(choices, str):
+        valid_values = choices
+    else:
+        names = [str(choice) for choice in choices]
+        valid_values = ", ".join(map(str, names))
     suggestion = suggest_nearest(value, names) if isinstance(value, str) else ""
     return error_class(f"{shorten_text(field)}={_format_value(value)} is not valid{suggestion}: choose {valid_values}.")
 

@@ -26,7 +26,7 @@ def test_the_line_says_how_far_how_long_and_what_is_on():
         line.advance()
         line._bar.refresh()
     shown = screen.getvalue()
-    assert re.search(r" 1/44 ", shown)
+    assert "1/44" in re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown)
     assert re.search(r"\d:\d\d:\d\d", shown)
     assert "t5_tiny ddp fp32 x4 b4" in shown
 
@@ -38,7 +38,7 @@ def test_counted_work_is_shown_behind_what_it_is_for():
         for _ in track_progress(range(3), 3, "simulating steps"):
             line._bar.refresh()
     assert "gpus=8: predicting 30 candidates: simulating steps" in screen.getvalue()
-    assert re.search(r"2/3", screen.getvalue())
+    assert "2/3" in screen.getvalue()
 
 
 def test_without_a_terminal_it_is_quiet():

@@ -214,8 +214,11 @@ def test_every_notebook_can_be_given_a_store(file):
 @pytest.mark.parametrize(
     ("typed", "sentence"),
     [
-        (["prefech"], "notebook=prefech is not valid: choose memory, model_scale, oom_frontier,"),
-        (["stor=runs"], "option=stor is not valid: choose store, base, output."),
+        (
+            ["prefech"],
+            "notebook=prefech is not valid (did you mean prefetch?): choose memory, model_scale, oom_frontier,",
+        ),
+        (["stor=runs"], "option=stor is not valid (did you mean store?): choose store, base, output."),
         (["store=/no/such/place"], "There is no store at /no/such/place: choose a store, "),
         (["base=/no/such/place"], "There is no store at /no/such/place: choose a store, "),
     ],
