@@ -141,10 +141,9 @@ def _build_section(plan: SectionPlan, question: AdviceQuestion, *, finds_thresho
     elif plan.candidates.to_predict:
         ranking = rank_with_last_resort(settings, question.knobs, plan.candidates)
     if plan.layouts is None and not any(candidate.does_fit for candidate in ranking.possible):
-        layouts = plan_layouts(plan.settings, question.knobs, question.layouts, is_forced=True)
-        if layouts is not None:
-            plan = _plan_section(plan.settings, question, layouts)
-            return _build_section(plan, question, finds_thresholds=finds_thresholds)
+        section = _build_section_of_layouts(plan.settings, question, finds_thresholds=finds_thresholds)
+        if section is not None and section.ranking.possible:
+            return section
     comparison, layouts_text = None, ""
     if plan.layouts is not None:
         comparison = compare_layouts(plan.layouts, ranking, plan.alone_reason)
@@ -162,6 +161,20 @@ def _build_section(plan: SectionPlan, question: AdviceQuestion, *, finds_thresho
         comparison,
         layouts_text,
     )
+
+
+def _build_section_of_layouts(
+    settings: RunSettings, question: AdviceQuestion, *, finds_thresholds: bool
+) -> AdviceSection | None:
+    """The section where nothing else fits; None where no layout can be."""
+    try:
+        layouts = plan_layouts(settings, question.knobs, question.layouts, is_forced=True)
+        if layouts is None:
+            return None
+        plan = _plan_section(settings, question, layouts)
+        return _build_section(plan, question, finds_thresholds=finds_thresholds)
+    except UsageError:
+        return None
 
 
 # --- Rules of thumb for memory beside the prediction: what they say, what the trace says, and why they differ.
