@@ -23,6 +23,7 @@ from bench.core.errors import ImpossibleError
 from bench.core.presentation import format_percent
 from bench.models.checkpointing import describe_checkpointing
 from bench.strategies.mesh.layout import CONTEXT, EXPERT, PIPELINE, TENSOR
+from bench.strategies.mesh.strategy import MeshStrategy
 
 ALONE = "FSDP alone"
 """FSDP in every form that is compared, and DDP: what divides parameters at most."""
@@ -32,25 +33,25 @@ NOTHING_FITS = "nothing fits"
 
 def name_layout_kind(config: RunConfig) -> str:
     """What of a model is divided beside parameters: ``tensor x pipeline``; `ALONE` for nothing."""
-    layout = getattr(config.strategy, "layout", None)
-    divided = [] if layout is None else [n for n in (TENSOR, PIPELINE, CONTEXT, EXPERT) if layout.get_degree(n) > 1]
-    return " x ".join(divided) or ALONE
+    if not isinstance(config.strategy, MeshStrategy):
+        return ALONE
+    layout = config.strategy.layout
+    return " x ".join(name for name in (TENSOR, PIPELINE, CONTEXT, EXPERT) if layout.get_degree(name) > 1)
 
 
 def describe_layout(candidate: RankedCandidate) -> str:
     """``tensor 8 x pipeline 4 x FSDP 16 (1f1b, 32 micro-batches) with full checkpointing``."""
     config = candidate.config
-    strategy = config.strategy
-    layout = getattr(strategy, "layout", None)
-    checkpointing = describe_checkpointing(config.activation_checkpointing)
-    if layout is None:
+    strategy, checkpointing = config.strategy, describe_checkpointing(config.activation_checkpointing)
+    if not isinstance(strategy, MeshStrategy):
         return f"{format_strategy(config)} with {checkpointing}"
+    layout = strategy.layout
     degrees = [f"{name} {degree}" for name, degree in reversed(layout.degrees) if degree > 1 and name in DIVIDED_DIMS]
     copies = config.gpus // layout.get_degree(*DIVIDED_DIMS)
     degrees += [f"{DATA_LABELS[strategy.data]} {copies}"] if copies > 1 else []
     micro_batches = strategy.micro_batches or config.gradient_accumulation
-    schedule = [] if strategy.timetable is None else [strategy.schedule]
-    details = [*schedule, presentation.format_plural(micro_batches, "micro-batch").replace("batchs", "batches")]
+    count = "1 micro-batch" if micro_batches == 1 else f"{micro_batches:,} micro-batches"
+    details = [strategy.schedule, count] if strategy.timetable is not None else [count]
     return f"{' x '.join(degrees)} ({', '.join(details)}) with {checkpointing}"
 
 
