@@ -24,6 +24,9 @@ MIN_GPUS = 65
 MAX_STATE_SHARE = 0.5
 """Of a GPU's memory: layouts are searched where training state, sharded over all GPUs, takes more."""
 
+MAX_SEQUENCES_PER_GPU = 256
+"""Of a global batch where none is asked for: short sequences would come to more micro-batches than a step may have."""
+
 STATE_BYTES = 16
 """Per parameter: fp32 parameter and gradient, and Adam's two moments."""
 
@@ -136,8 +139,8 @@ def _build_subject(settings: RunSettings, knobs: Mapping[str, Sequence[str]]) ->
 
 
 def _choose_global_sequences(gpus: int, tokens_per_sequence: int) -> int:
-    """As many as come to `DEFAULT_STEP_TOKENS`, and a whole number for each GPU where that is one at least."""
-    sequences = max(1, DEFAULT_STEP_TOKENS // tokens_per_sequence)
+    """As many as come to `DEFAULT_STEP_TOKENS`, within `MAX_SEQUENCES_PER_GPU`, and a whole number for each GPU where that is one at least."""
+    sequences = max(1, min(DEFAULT_STEP_TOKENS // tokens_per_sequence, MAX_SEQUENCES_PER_GPU * gpus))
     return sequences // gpus * gpus if sequences >= gpus else sequences
 
 
