@@ -17,7 +17,7 @@
 # make kills   100 kills at random moments of sweeps, here and on a SLURM of its own: nothing measured may be lost
 # make test-slurm      the tests that need SLURM, and fail without
 # make predictions     predict the sweeps of results/predicted anew, and Figure 7(c); equal numbers change no row
-# make layout-map      predict results/pictures/layout-map-h100.png anew: an hour on two cores
+# make layout-map      predict results/pictures/layout-map-h100.png anew: minutes
 # make docs            build the site of docs/ to build/docs/html: warnings are errors, commands on pages are executed
 # make docs-serve      show it on http://localhost:8000
 # make notebooks       execute the notebooks of analysis/ and render them to build/notebooks/*.html

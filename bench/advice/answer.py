@@ -9,11 +9,18 @@ from dataclasses import dataclass
 
 from bench.advice.budget import TrainingBudget
 from bench.advice.candidates import CandidateSet, build_candidates
-from bench.advice.layouts.comparison import LayoutComparison, compare_layouts, find_gpu_threshold, plan_layouts
+from bench.advice.layouts.comparison import (
+    LayoutComparison,
+    build_alone_candidates,
+    compare_layouts,
+    find_gpu_threshold,
+    plan_layouts,
+    rank_alone,
+)
 from bench.advice.layouts.layouts import LayoutQuestion
 from bench.advice.layouts.sentence import describe_layouts
 from bench.advice.question import AdviceQuestion
-from bench.advice.ranking import CandidateRanking, RankedCandidate, rank_candidates, rank_with_last_resort
+from bench.advice.ranking import CandidateRanking, RankedCandidate, rank_with_last_resort
 from bench.advice.sentence import describe_advice, list_warnings
 from bench.advice.wording import MEMORY_PART_LABELS, MODEL_STATE_PARTS, format_gib, format_strategy, join_items
 from bench.config.compose import compose_config
@@ -123,7 +130,7 @@ def _plan_section(settings: RunSettings, question: AdviceQuestion, layouts: Layo
         candidates = build_candidates(settings, question.knobs)
         return SectionPlan(settings, candidates, None, "", candidates.to_predict[0].config)
     try:
-        candidates, reason = build_candidates(layouts.settings, question.knobs), ""
+        candidates, reason = build_alone_candidates(layouts, question.knobs), ""
     except ImpossibleError as error:
         candidates, reason = CandidateSet(impossible_reasons={str(error): 1}), ALONE_IMPOSSIBLE
         if layouts.global_sequences >= layouts.gpus:
@@ -139,14 +146,13 @@ def _build_section(plan: SectionPlan, question: AdviceQuestion, *, finds_thresho
     settings = plan.settings if plan.layouts is None else plan.layouts.settings
     ranking = CandidateRanking()
     if plan.layouts is not None and plan.candidates.to_predict:
-        ranking = rank_candidates(plan.candidates.to_predict)
+        ranking = rank_alone(plan.layouts, plan.candidates)
     elif plan.candidates.to_predict:
         ranking = rank_with_last_resort(settings, question.knobs, plan.candidates)
     if plan.layouts is None and not any(candidate.does_fit for candidate in ranking.possible):
-        layouts = plan_layouts(plan.settings, question.knobs, question.layouts, is_forced=True)
-        if layouts is not None:
-            plan = _plan_section(plan.settings, question, layouts)
-            return _build_section(plan, question, finds_thresholds=finds_thresholds)
+        section = _build_section_of_layouts(plan.settings, question, finds_thresholds=finds_thresholds)
+        if section is not None and section.ranking.possible:
+            return section
     comparison, layouts_text = None, ""
     if plan.layouts is not None:
         comparison = compare_layouts(plan.layouts, ranking, plan.alone_reason)
@@ -165,6 +171,20 @@ def _build_section(plan: SectionPlan, question: AdviceQuestion, *, finds_thresho
         comparison,
         layouts_text,
     )
+
+
+def _build_section_of_layouts(
+    settings: RunSettings, question: AdviceQuestion, *, finds_thresholds: bool
+) -> AdviceSection | None:
+    """The section where nothing else fits; None where no layout can be."""
+    try:
+        layouts = plan_layouts(settings, question.knobs, question.layouts, is_forced=True)
+        if layouts is None:
+            return None
+        plan = _plan_section(settings, question, layouts)
+        return _build_section(plan, question, finds_thresholds=finds_thresholds)
+    except UsageError:
+        return None
 
 
 # --- Rules of thumb for memory beside the prediction: what they say, what the trace says, and why they differ.

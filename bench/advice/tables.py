@@ -20,6 +20,7 @@ from bench.advice.wording import (
     MEMORY_PART_LABELS,
     NO_RESHARD_SUFFIX,
     describe_missing_time,
+    format_accumulation,
     format_batch,
     format_gib,
     format_overrides,
@@ -115,7 +116,6 @@ COLLAPSIBLE_COLUMNS = (
 """Columns that are no column where all rows say the same."""
 
 OMITTED_WITH_LAYOUTS = ("TFLOP/s", "tokens/step", "largest")
-"""Columns for which layouts leave no room."""
 
 OMITTED_VALUES = (("accumulate", "1"), ("compile", "false"))
 """What is not even told."""
@@ -153,7 +153,7 @@ def _list_columns(budget: TrainingBudget, flops: str) -> list[CandidateColumn]:
         ("offloaded", False, lambda candidate: candidate.config.strategy.offloaded_state or MISSING),
         ("precision", False, lambda candidate: candidate.config.precision.name),
         ("checkpoint", False, lambda candidate: candidate.config.activation_checkpointing),
-        ("accumulate", True, lambda candidate: str(candidate.config.gradient_accumulation)),
+        ("accumulate", True, lambda candidate: format_accumulation(candidate.config)),
         ("compile", False, lambda candidate: str(candidate.config.compile).lower()),
         ("batch", True, lambda candidate: format_batch(candidate.config)),
         (

@@ -48,6 +48,12 @@ def format_strategy_name(config: RunConfig) -> str:
     return layout.removesuffix("+sequence") if name == "mesh" else config.strategy.name
 
 
+def format_accumulation(config: RunConfig) -> str:
+    """Micro-batches; ``8 sync`` where gradients are reduced after each."""
+    count = config.gradient_accumulation
+    return f"{count} sync" if count > 1 and config.gradient_accumulation_sync else str(count)
+
+
 def format_batch(config: RunConfig) -> str:
     """Sequences per GPU and micro-batch; ``1/8`` where 8 ranks read one together."""
     ranks = config.strategy.num_ranks_per_batch

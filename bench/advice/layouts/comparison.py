@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from bench.advice.candidates import COMPARED_BUDGETS, build_candidates, choose_default_precision
+from bench.advice.candidates import COMPARED_BUDGETS, CandidateSet, build_candidates, choose_default_precision
 from bench.advice.layouts.layouts import Layout, LayoutQuestion, list_layouts
 from bench.advice.layouts.search import LayoutPredictor, LayoutSearch, search_layouts
 from bench.advice.ranking import CandidateRanking, RankedCandidate, rank_candidates
@@ -23,6 +23,9 @@ MIN_GPUS = 65
 
 MAX_STATE_SHARE = 0.5
 """Of a GPU's memory: layouts are searched where training state, sharded over all GPUs, takes more."""
+
+MAX_SEQUENCES_PER_GPU = 256
+"""Of a global batch where none is asked for: short sequences would come to more micro-batches than a step may have."""
 
 STATE_BYTES = 16
 """Per parameter: fp32 parameter and gradient, and Adam's two moments."""
@@ -136,8 +139,8 @@ def _build_subject(settings: RunSettings, knobs: Mapping[str, Sequence[str]]) ->
 
 
 def _choose_global_sequences(gpus: int, tokens_per_sequence: int) -> int:
-    """As many as come to `DEFAULT_STEP_TOKENS`, and a whole number for each GPU where that is one at least."""
-    sequences = max(1, DEFAULT_STEP_TOKENS // tokens_per_sequence)
+    """As many as come to `DEFAULT_STEP_TOKENS`, within `MAX_SEQUENCES_PER_GPU`, and a whole number for each GPU where that is one at least."""
+    sequences = max(1, min(DEFAULT_STEP_TOKENS // tokens_per_sequence, MAX_SEQUENCES_PER_GPU * gpus))
     return sequences // gpus * gpus if sequences >= gpus else sequences
 
 
@@ -154,6 +157,33 @@ def _is_state_large(subject: RunConfig) -> bool:
     memory_gb = subject.hardware.memory_gb
     state_gb = STATE_BYTES * subject.model.num_parameters / subject.gpus / 1e9
     return memory_gb is not None and state_gb > MAX_STATE_SHARE * memory_gb
+
+
+SYNC_KEY = "gradient_accumulation_sync"
+
+
+def build_alone_candidates(question: LayoutQuestion, knobs: Mapping[str, Sequence[str]]) -> CandidateSet:
+    """Every way of FSDP alone at the global batch, unless it was said with gradients that are reduced after the last
+    micro-batch, which keeps whole ones until then, and after each.
+
+    Raises
+    ------
+    ImpossibleError
+        If there is none.
+    """
+    candidates = build_candidates(question.settings, knobs)
+    if SYNC_KEY not in question.settings:
+        candidates.to_predict += build_candidates({**question.settings, SYNC_KEY: "true"}, knobs).to_predict
+    return candidates
+
+
+def rank_alone(question: LayoutQuestion, candidates: CandidateSet) -> CandidateRanking:
+    """What `build_alone_candidates` found; of steps that are one micro-batch each once."""
+    ranking = rank_candidates(candidates.to_predict)
+    if SYNC_KEY not in question.settings:
+        for rows in (ranking.possible, ranking.infeasible):
+            rows[:] = [row for row in rows if row.config.gradient_accumulation > 1 or SYNC_KEY not in row.settings]
+    return ranking
 
 
 def compare_layouts(question: LayoutQuestion, ranking: CandidateRanking, alone_reason: str = "") -> LayoutComparison:
@@ -232,8 +262,8 @@ def _is_layout_best_at(gpus: int, search: LayoutSearch, knobs: Mapping[str, Sequ
     other = LayoutSearch(question)
     LayoutPredictor(question).predict(rescaled[:NUM_RESCALED], other)
     try:
-        candidates = build_candidates(question.settings, {**knobs, "precision": [question.settings["precision"]]})
-        alone = find_fastest(rank_candidates(candidates.to_predict).possible)
+        alone_knobs = {**knobs, "precision": [question.settings["precision"]]}
+        alone = find_fastest(rank_alone(question, build_alone_candidates(question, alone_knobs)).possible)
     except UsageError:
         alone = None
     if other.best is None:

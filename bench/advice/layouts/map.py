@@ -157,7 +157,7 @@ def build_map(answer: AdviceAnswer) -> LayoutMap:
         f"Best layout by model and number of GPUs, {subject.hardware.name}",
         f"{network}\nGlobal batch {batch_text} tokens, {subject.sequence_length:,} per sequence; "
         f"{compared[0][1].search.question.settings['precision']}. Predicted: none of it was measured. {note}".rstrip(),
-        describe_thresholds([(section.settings, comparison) for section, comparison in compared]),
+        describe_thresholds([(section.settings, comparison) for section, comparison in compared], ["gpus"]),
     )
 
 

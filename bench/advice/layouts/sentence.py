@@ -5,16 +5,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 
-from bench.advice.candidates import build_candidates
 from bench.advice.layouts.comparison import (
     GpuThreshold,
     LayoutComparison,
+    build_alone_candidates,
     compare_layouts,
     find_gpu_threshold,
     plan_layouts,
+    rank_alone,
 )
 from bench.advice.layouts.search import KEPT_SLOWDOWN, LayoutSearch
-from bench.advice.ranking import CandidateRanking, RankedCandidate, rank_candidates
+from bench.advice.ranking import CandidateRanking, RankedCandidate
 from bench.advice.wording import format_strategy
 from bench.config.grid import RunSettings
 from bench.config.run_config import RunConfig
@@ -23,6 +24,7 @@ from bench.core.errors import ImpossibleError
 from bench.core.presentation import format_percent
 from bench.models.checkpointing import describe_checkpointing
 from bench.strategies.mesh.layout import CONTEXT, EXPERT, PIPELINE, TENSOR
+from bench.strategies.mesh.strategy import MeshStrategy
 
 ALONE = "FSDP alone"
 """FSDP in every form that is compared, and DDP: what divides parameters at most."""
@@ -32,25 +34,27 @@ NOTHING_FITS = "nothing fits"
 
 def name_layout_kind(config: RunConfig) -> str:
     """What of a model is divided beside parameters: ``tensor x pipeline``; `ALONE` for nothing."""
-    layout = getattr(config.strategy, "layout", None)
-    divided = [] if layout is None else [n for n in (TENSOR, PIPELINE, CONTEXT, EXPERT) if layout.get_degree(n) > 1]
-    return " x ".join(divided) or ALONE
+    if not isinstance(config.strategy, MeshStrategy):
+        return ALONE
+    layout = config.strategy.layout
+    return " x ".join(name for name in (TENSOR, PIPELINE, CONTEXT, EXPERT) if layout.get_degree(name) > 1)
 
 
 def describe_layout(candidate: RankedCandidate) -> str:
     """``tensor 8 x pipeline 4 x FSDP 16 (1f1b, 32 micro-batches) with full checkpointing``."""
     config = candidate.config
-    strategy = config.strategy
-    layout = getattr(strategy, "layout", None)
-    checkpointing = describe_checkpointing(config.activation_checkpointing)
-    if layout is None:
-        return f"{format_strategy(config)} with {checkpointing}"
+    strategy, checkpointing = config.strategy, describe_checkpointing(config.activation_checkpointing)
+    if not isinstance(strategy, MeshStrategy):
+        reduces_often = config.gradient_accumulation_sync and config.gradient_accumulation > 1
+        suffix = ", gradients reduced after every micro-batch" if reduces_often else ""
+        return f"{format_strategy(config)} with {checkpointing}{suffix}"
+    layout = strategy.layout
     degrees = [f"{name} {degree}" for name, degree in reversed(layout.degrees) if degree > 1 and name in DIVIDED_DIMS]
     copies = config.gpus // layout.get_degree(*DIVIDED_DIMS)
     degrees += [f"{DATA_LABELS[strategy.data]} {copies}"] if copies > 1 else []
     micro_batches = strategy.micro_batches or config.gradient_accumulation
-    schedule = [] if strategy.timetable is None else [strategy.schedule]
-    details = [*schedule, presentation.format_plural(micro_batches, "micro-batch").replace("batchs", "batches")]
+    count = "1 micro-batch" if micro_batches == 1 else f"{micro_batches:,} micro-batches"
+    details = [strategy.schedule, count] if strategy.timetable is not None else [count]
     return f"{' x '.join(degrees)} ({', '.join(details)}) with {checkpointing}"
 
 
@@ -83,7 +87,7 @@ def answer_with_layouts(
     if question is None:
         return ""
     try:
-        alone, reason = rank_candidates(build_candidates(question.settings, knobs).to_predict), ""
+        alone, reason = rank_alone(question, build_alone_candidates(question, knobs)), ""
     except ImpossibleError as error:
         alone, reason = CandidateRanking(), str(error).rstrip(".")
     comparison = compare_layouts(question, alone, reason)
@@ -157,7 +161,9 @@ def _describe_search(search: LayoutSearch) -> str:
 # --- From where on, of several tables that differ in one setting.
 
 
-def describe_thresholds(comparisons: Sequence[tuple[Mapping[str, str], LayoutComparison | None]]) -> list[str]:
+def describe_thresholds(
+    comparisons: Sequence[tuple[Mapping[str, str], LayoutComparison | None]], asked_keys: Sequence[str] = ()
+) -> list[str]:
     """``hardware=h100_80gb model=llama3_70b: from gpus=256 on FSDP alone is no longer the best`` for every setting that
     takes several values, the others being equal; in ascending order of GPUs, of parameters and of the network.
 
@@ -165,11 +171,17 @@ def describe_thresholds(comparisons: Sequence[tuple[Mapping[str, str], LayoutCom
     ----------
     comparisons: sequence of (settings, comparison)
         Of every table.
+    asked_keys: sequence of str
+        Settings to look at; none for all.
     """
-    known = [(settings, comparison) for settings, comparison in comparisons if comparison is not None]
+    known = [
+        (settings, comparison)
+        for settings, comparison in comparisons
+        if comparison is not None and (comparison.best_layout is not None or comparison.best_alone is not None)
+    ]
     keys = [key for key in THRESHOLD_KEYS if len({settings.get(key) for settings, _ in known}) > 1]
     sentences = []
-    for key in keys:
+    for key in [key for key in keys if not asked_keys or key in asked_keys]:
         others = [other for other in keys if other != key]
         groups: dict[tuple[str, ...], list[tuple[Mapping[str, str], LayoutComparison]]] = {}
         for settings, comparison in known:
