@@ -134,6 +134,7 @@ def _predict_uncached(configs: list[RunConfig], simulate: Callable[[RunConfig], 
     sorted_indices = sorted(
         range(len(configs)), key=lambda index: repr((build_trace_key(configs[index]), configs[index].hardware))
     )
+    processes.preload_if_forking(sorted({name for config in configs for name in config.trained_model.preload_modules}))
     with processes.open_worker_pool(num_workers, add_loaded_traces, (get_loaded_traces(),)) as pool:
         predictions = pool.map(simulate, [configs[index] for index in sorted_indices], chunksize=RUNS_PER_TASK)
         counted_predictions = track_progress(predictions, len(configs), "simulating steps")

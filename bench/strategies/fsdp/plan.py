@@ -133,11 +133,14 @@ class FSDP2Plan(ShardedPlan):
 
     @functools.cached_property
     def updated_tensors(self) -> Sequence[UpdatedTensor]:
-        """The first rank's shards, which are never smaller than the others'."""
-        return [
-            parameter.build_first_shard(self.count_shards(parameter), self._choose_sharded_dimension(parameter))
-            for parameter in self.inputs.trained_parameters
-        ]
+        """The first rank's shards, which are never smaller than the others'; blocks that are alike share theirs."""
+        shards: dict[int, UpdatedTensor] = {}
+        for parameter in self.inputs.trained_parameters:
+            if id(parameter) not in shards:
+                shards[id(parameter)] = parameter.build_first_shard(
+                    self.count_shards(parameter), self._choose_sharded_dimension(parameter)
+                )
+        return [shards[id(parameter)] for parameter in self.inputs.trained_parameters]
 
     def before_forward(self, device: PlanDevice, unit: ShardingUnit) -> None:
         """Gather the unit; its buffer stays until the next one's parameters are copied out."""
