@@ -44,7 +44,7 @@ def describe_alternative(alternative: AxisAlternative) -> str:
 def render_counts(result: SearchResult) -> str:
     """How many settings reproduce each group of points and all before."""
     lines = [
-        f"| points | settings predicted | of {result.num_settings:,} within {TOLERANCE:.0%} here and before |",
+        f"| points | settings predicted | of {result.num_settings:,} within {100 * TOLERANCE:.0f} % here and before |",
         "|---|--:|--:|",
         *(f"| {stage.points} | {stage.num_predicted:,} | {stage.num_reproducing:,} |" for stage in result.stages),
     ]
@@ -95,6 +95,15 @@ def _find_alternative(settings: Mapping[str, str], axis: Sequence[AxisAlternativ
     return describe_alternative(axis[counted])
 
 
-def describe_settings(search: SettingsSearch, settings: Mapping[str, str]) -> str:
-    """The alternatives that a setting has of every axis, on one line."""
-    return ", ".join(f"{name} {_find_alternative(settings, axis)}" for name, axis in search.axes.items())
+def find_differing_axes(search: SettingsSearch, settings_list: Sequence[Mapping[str, str]]) -> list[str]:
+    """The axes of which some settings do not all have the same alternative."""
+    return [
+        name
+        for name, axis in search.axes.items()
+        if len({_find_alternative(settings, axis) for settings in settings_list}) > 1
+    ]
+
+
+def describe_settings(search: SettingsSearch, settings: Mapping[str, str], names: Sequence[str]) -> str:
+    """The alternatives that a setting has of some axes, on one line."""
+    return ", ".join(f"{name} {_find_alternative(settings, search.axes[name])}" for name in names)
