@@ -59,5 +59,6 @@ def describe_search_figure(search: SettingsSearch, result: SearchResult) -> str:
     common = describe_settings(search, shown[0].settings, [name for name in search.axes if name not in differing])
     return (
         f"The nearest {len(shown)} of {search.num_settings:,} settings, predicted. The shaded part is within "
-        f"{100 * TOLERANCE:.0f} %; {stage.num_reproducing} settings lie there at all these points. All shown have {common}."
+        f"{100 * TOLERANCE:.0f} %; {stage.num_reproducing} settings lie there at all these points. All shown have "
+        f"{common}."
     )
