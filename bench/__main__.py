@@ -23,6 +23,7 @@ COMMANDS = {
     "track": "send a store to Weights & Biases, later",
     "dashboard": "workspace, report and alerts in Weights & Biases",
     "overhead": "what the suite itself costs, against a bare script",
+    "claims": "what rows say of the claims of papers and course notes",
     "records": "pack and unpack stores of rows",
 }
 
@@ -35,8 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
         if hasattr(module, "__path__"):
             module = importlib.import_module(f"{module.__name__}.__main__")
         return int(module.main(arguments[1:]))
-    width = max(map(len, COMMANDS))
-    listing = "\n".join(f"  {name:{width}}  {purpose}" for name, purpose in COMMANDS.items())
+    listing = "\n".join(f"  {name:{max(map(len, COMMANDS))}}  {purpose}" for name, purpose in COMMANDS.items())
     parser = build_parser("", __doc__, f"commands:\n{listing}\n\nEach explains itself: COMMAND --help.")
     parser.add_argument("command", choices=COMMANDS, metavar="COMMAND")
     if arguments:
