@@ -26,17 +26,19 @@ COMMANDS = {
     "track": "send a store to Weights & Biases, later",
     "dashboard": "workspace, report and alerts in Weights & Biases",
     "overhead": "what the suite itself costs, against a bare script",
+    "claims": "what rows say of the claims of papers and course notes",
     "records": "pack and unpack stores of rows",
 }
-PACKAGES = ("overhead", "records")
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command that is named first; without one, list all."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments and arguments[0] in COMMANDS:
-        module = f"bench.{arguments[0]}" + (".__main__" if arguments[0] in PACKAGES else "")
-        return int(importlib.import_module(module).main(arguments[1:]))
+        module = importlib.import_module(f"bench.{arguments[0]}")
+        if hasattr(module, "__path__"):
+            module = importlib.import_module(f"{module.__name__}.__main__")
+        return int(module.main(arguments[1:]))
     listing = "\n".join(f"  {name:{max(map(len, COMMANDS))}}  {purpose}" for name, purpose in COMMANDS.items())
     parser = build_parser("", __doc__, f"commands:\n{listing}\n\nEach explains itself: COMMAND --help.")
     if arguments and not arguments[0].startswith("-"):

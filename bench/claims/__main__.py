@@ -11,6 +11,7 @@ import sys
 
 from bench.claims.page import assess_all, render_terminal
 from bench.core.command_line import parse_path_argument, report_usage_errors
+from bench.core.errors import UsageError
 
 
 @report_usage_errors
@@ -23,7 +24,10 @@ def main(arguments: list[str] | None = None) -> int:
     from bench.claims.settings_search import search_settings
     from bench.claims.unstated_settings import SEARCHES, get_result_path
 
-    options.output.mkdir(parents=True, exist_ok=True)
+    try:
+        options.output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--output={options.output} cannot be made: {error.strerror}.") from None
     for build_search in SEARCHES.values():
         result = search_settings(build_search(), lambda message: print(message, file=sys.stderr, flush=True))
         path = get_result_path(result.name, options.output)

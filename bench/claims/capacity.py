@@ -19,6 +19,7 @@ from bench.claims.claim import (
 )
 from bench.claims.large_runs import WITHOUT_PAPER, query_left_out
 from bench.prediction.prediction import DOES_NOT_FIT, FITS
+from bench.records import Record
 
 
 def _assess_ddp_out_of_memory(rows: ClaimRows) -> Assessment:
@@ -168,7 +169,7 @@ def _assess_offloading(rows: ClaimRows) -> Assessment:
     )
 
 
-def _describe_offload(row: dict) -> str:
+def _describe_offload(row: Record) -> str:
     is_on_device = row["config"]["strategy"].get("optimizer_on_device")
     return "parameters offloaded, optimizer on the GPU" if is_on_device else "parameters and optimizer offloaded"
 

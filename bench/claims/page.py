@@ -43,7 +43,7 @@ def render_summary(assessments: dict[str, Assessment]) -> str:
     """How many of each verdict, and a table of all claims."""
     counts = Counter(assessment.verdict for assessment in assessments.values())
     lines = [
-        f"{len(assessments)} claims: " + ", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS) + ".",
+        f"Of {len(assessments)} claims: " + ", ".join(f"{verdict} {counts[verdict]}" for verdict in VERDICTS) + ".",
         "",
         "| claim | verdict | evidence |",
         "|---|---|---|",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -23,6 +24,7 @@ from bench.claims.claim import (
     get_row,
     select_rows,
 )
+from bench.records import Record
 
 ADAM_BYTES = 16
 """Bytes per parameter of mixed precision with Adam, replicated (ZeRO, section 3.1): the baseline of what is saved."""
@@ -37,7 +39,7 @@ STAGE_FORMULAS: dict[int, Callable[[int], float]] = {
 }
 """Bytes per parameter by stage, for so many ranks (ZeRO, section 5)."""
 
-TORCH_STRATEGIES = {
+TORCH_STRATEGIES: dict[int, dict[str, Any]] = {
     1: {"strategy": "zero1"},
     2: {"strategy": "fsdp1", "reshard_after_forward": False},
     3: {"strategy": "fsdp1", "reshard_after_forward": True},
@@ -139,7 +141,7 @@ def _assess_stage(rows: ClaimRows, stage: int, claimed: Callable[[int], float]) 
     )
 
 
-def _count_stored_bytes(row: dict, stage: int, *, is_deepspeed: bool) -> float:
+def _count_stored_bytes(row: Record, stage: int, *, is_deepspeed: bool) -> float:
     """Bytes per parameter of model states, gradients as the stage keeps them at the end of backward.
 
     At the moment of the peak some gradients may not be there yet, so that they are counted by what the strategy keeps:
@@ -205,7 +207,7 @@ def _assess_sixteen_bytes(rows: ClaimRows) -> Assessment:
     )
 
 
-def _fit_state_bytes(points: list | tuple) -> float:
+def _fit_state_bytes(points: Sequence[Record]) -> float:
     """Bytes per parameter that fall as 1 / N, of each batch's points of Figure 8(b), mean over batches."""
     slopes = []
     for batch in sorted({row["batch_size_per_gpu"] for row in points}):

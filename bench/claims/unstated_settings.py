@@ -138,10 +138,7 @@ def build_memory_search(published: list[Record] | None = None) -> SettingsSearch
 
     return SettingsSearch(
         name="figure_8c",
-        fixed={
-            **{key: value for key, value in SOFTWARE.items() if key != "model.attention"},
-            "activation_checkpointing": "full",
-        },
+        fixed={**SOFTWARE, "activation_checkpointing": "full"},
         axes={
             "precision": _build_axis(*(value for name, value in PRECISIONS.items() if name != "tf32")),
             "optimizer state": _build_axis({"optimizer": "adamw"}, {"optimizer": "sgd"}),
@@ -149,11 +146,8 @@ def build_memory_search(published: list[Record] | None = None) -> SettingsSearch
             "blocks per unit": _build_plain_axis("strategy.blocks_per_unit", "1", "2", "4", "12"),
             "sequence lengths": _build_axis(
                 {"sequence_length": "512", "model.decoder_sequence_length": "512"},
-                {"sequence_length": "512", "model.decoder_sequence_length": "128"},
-                {"sequence_length": "512", "model.decoder_sequence_length": "1024"},
                 {"sequence_length": "1024", "model.decoder_sequence_length": "1024"},
             ),
-            "attention": _build_plain_axis("model.attention", "eager", "sdpa"),
             "dropout": _build_plain_axis("model.dropout", "0.0", "0.1"),
         },
         stages=(

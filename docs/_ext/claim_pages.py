@@ -16,7 +16,9 @@ from bench.claims.claim import Assessment
 from bench.claims.page import assess_all, render_claims, render_summary
 from bench.claims.settings_search import SearchResult, SettingsSearch, read_search_result
 from bench.claims.unstated_page import (
+    find_last_reproduced,
     find_last_stage,
+    render_common,
     render_counts,
     render_grid,
     render_nearest,
@@ -53,11 +55,17 @@ def write_search(name: str) -> str:
     return f"{render_grid(search)}\n{render_counts(result)}"
 
 
-def write_nearest_settings(name: str, points: str = "") -> str:
-    """The settings nearest to a group of points and all before; without a name to the last that any comes near."""
+def write_nearest_settings(name: str) -> str:
+    """The settings nearest to the last group of points that any comes near, and all before."""
     search, result = _read(name)
-    stage = next((stage for stage in result.stages if stage.points == points), None) or find_last_stage(result)
-    return render_nearest(search, stage, NUM_SHOWN)
+    return render_nearest(search, find_last_stage(result), NUM_SHOWN)
+
+
+def write_common_settings(name: str) -> str:
+    """What settings have in common that reproduce as many groups of points as any; a sentence where there are none."""
+    search, result = _read(name)
+    stage = find_last_reproduced(result)
+    return render_common(search, stage) if stage else "No setting reproduces even the first group.\n"
 
 
 class SearchFigureDirective(SphinxDirective):
