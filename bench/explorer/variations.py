@@ -156,7 +156,7 @@ def _list_frontier_rows(best: RankedCandidate, config: RunConfig) -> Mapping[str
     best_row = {key: value for key, value in best.settings.items() if key.startswith(STRATEGY)}
     if _is_fully_sharded(config) and SHARDING_FACTOR in best_row:
         best_row[SHARDING_FACTOR] = "full"
-    is_listed = any(best_row.items() >= settings.items() for settings in rows.values())
+    is_listed = best_row in rows.values()
     if config.strategy.name != SINGLE_STRATEGY and not is_listed:
         rows[format_strategy(config)] = best_row
     return rows
