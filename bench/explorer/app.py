@@ -16,7 +16,7 @@ from typing import Any
 
 import jinja2
 from dash import ClientsideFunction, Dash, Input, Output, State, dcc, html, no_update
-from werkzeug.serving import BaseWSGIServer, make_server
+from werkzeug.serving import make_server
 
 from bench.core.errors import UsageError, invalid_value_error, require_at_least
 from bench.explorer import components
@@ -46,6 +46,8 @@ END = "end"
 
 SECTIONS = (ANSWER, TIMELINE, NEIGHBOURS, FRONTIER, END, RECORDED)
 """Sections of the answer as they stand on the page, each a part of it; `END` belongs to `ANSWER`."""
+
+MAX_PORT = 65535
 
 STOPPED_SENTENCE = "The process that predicts was killed: start python -m bench.explore again."
 
@@ -194,7 +196,7 @@ def _update(queue: AnswerQueue, address: str | None, _: int | None, shown: dict[
     return (
         *updates,
         "" if ANSWER in sections else "busy",
-        [] if is_over else build_progress(parts),
+        build_progress(parts) if not is_over else [] if refusal else components.build_summary(parts[ANSWER]),
         is_over,
         {"address": address, "sections": list(sections)},
         None if refusal is None else dataclasses.asdict(refusal),
@@ -233,9 +235,9 @@ def serve(host: str, port: int, *, opens_browser: bool, print_address: Callable[
     KeyboardInterrupt
         At Ctrl-C.
     """
-    require_at_least("--port", port, 0)
+    require_free_address(host, port)
     with open_answer_queue() as queue:
-        server = _open_server(build_app(queue), host, port)
+        server = make_server(host, port, build_app(queue).server, threaded=True)
         logging.getLogger("werkzeug").setLevel(logging.ERROR)  # which writes a line for each request
         shown_host = f"[{host}]" if ":" in host else host
         address = f"http://{shown_host}:{server.server_port}/"
@@ -246,19 +248,18 @@ def serve(host: str, port: int, *, opens_browser: bool, print_address: Callable[
         raise KeyboardInterrupt  # which alone ends serving, and is not passed on
 
 
-def _open_server(app: Dash, host: str, port: int) -> BaseWSGIServer:
-    if port > 65535:
-        raise invalid_value_error("--port", port, "a whole number of at most 65535")
+def require_free_address(host: str, port: int) -> None:
+    """Raise `UsageError` unless a server can listen there; port 0 is any free one."""
+    require_at_least("--port", port, 0)
+    if port > MAX_PORT:
+        raise invalid_value_error("--port", port, f"a whole number of at most {MAX_PORT}")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        with contextlib.closing(socket.create_server((host, port), family=_find_family(host))):
-            pass
-        return make_server(host, port, app.server, threaded=True)
-    except (OSError, OverflowError) as error:
-        if isinstance(error, OSError) and error.errno in (errno.EADDRINUSE, errno.EACCES):
-            reason = os.strerror(error.errno or 0)
+        socket.create_server((host, port), family=family).close()
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
+        if error.errno in (errno.EADDRINUSE, errno.EACCES):
             raise invalid_value_error("--port", port, f"another, or 0 for any free one ({reason})") from None
-        raise invalid_value_error("--host", host, f"an address of this machine ({error})") from None
-
-
-def _find_family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
+        raise invalid_value_error("--host", host, f"an address of this machine ({reason})") from None
+    except UnicodeError:
+        raise invalid_value_error("--host", host, "an address of this machine") from None

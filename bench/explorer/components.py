@@ -28,6 +28,8 @@ VERDICT_CLASSES = {FITS: "fits", TOO_CLOSE: "close", DOES_NOT_FIT: "misfit"}
 VERDICT_MARKS = {FITS: "✓", TOO_CLOSE: "≈", DOES_NOT_FIT: "✗"}
 VERDICT_HEADINGS = {FITS: "It fits", TOO_CLOSE: "Too close to call", DOES_NOT_FIT: "It does not fit"}
 
+UNKNOWN_HEADING = "Whether it fits is not known"
+
 SPEED_SHARES = (0.5, 0.75, 0.9, 0.98)
 """Of the fastest speed of the map: from each on a cell is a shade darker."""
 
@@ -55,7 +57,7 @@ def build_answer(answer: ExplorerAnswer) -> list[Component]:
                         html.Span(
                             VERDICT_MARKS.get(verdict, "?"), className=f"mark {VERDICT_CLASSES.get(verdict, '')}"
                         ),
-                        VERDICT_HEADINGS.get(verdict, "Whether it fits is not known"),
+                        VERDICT_HEADINGS.get(verdict, UNKNOWN_HEADING),
                     ],
                     id="verdict",
                 ),
@@ -68,6 +70,13 @@ def build_answer(answer: ExplorerAnswer) -> list[Component]:
         html.Section([html.H2("Memory"), *_build_memory(best.memory)]),
         html.Section([html.H2("Time"), *_build_time(answer)]),
     ]
+
+
+def build_summary(answer: ExplorerAnswer) -> list[Component]:
+    """What a screen reader says when an answer is complete; the page shows it anyway."""
+    heading = VERDICT_HEADINGS.get(answer.best.verdict or "", UNKNOWN_HEADING)
+    speed = f", {format_count(answer.best.tokens_per_second)} tokens per second" if answer.best.step_s else ""
+    return [html.Span(f"{heading}{speed}.", className="spoken")]
 
 
 def build_answer_end(answer: ExplorerAnswer) -> list[Component]:

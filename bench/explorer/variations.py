@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from bench.advice.candidates import Candidate
 from bench.advice.ranking import RankedCandidate, rank_candidates
+from bench.advice.wording import format_strategy
 from bench.config.compose import compose_config
 from bench.config.grid import RunSettings
 from bench.config.run_config import RunConfig, build_run_config
@@ -20,6 +21,9 @@ RESHARD = "strategy.reshard_after_forward"
 CHECKPOINTING_NEIGHBOURS = ("none", "full")
 
 MAX_FRONTIER_COLUMNS = 6
+
+SINGLE_STRATEGY = "single"
+"""What DDP is on one GPU."""
 
 
 @dataclass(frozen=True)
@@ -149,18 +153,19 @@ def _list_frontier_rows(best: RankedCandidate, config: RunConfig) -> Mapping[str
         "FSDP2 full shard, no reshard": {STRATEGY: "fsdp", SHARDING_FACTOR: "full", RESHARD: "false"},
         "FSDP2 full shard": {STRATEGY: "fsdp", SHARDING_FACTOR: "full", RESHARD: "true"},
     }
-    strategy_settings = {key: value for key, value in best.settings.items() if key.startswith(STRATEGY)}
-    if config.strategy.name not in ("ddp", "fsdp"):
-        if _is_fully_sharded(config) and SHARDING_FACTOR in strategy_settings:
-            strategy_settings[SHARDING_FACTOR] = "full"
-        rows[config.strategy.name] = strategy_settings
+    best_row = {key: value for key, value in best.settings.items() if key.startswith(STRATEGY)}
+    if _is_fully_sharded(config) and SHARDING_FACTOR in best_row:
+        best_row[SHARDING_FACTOR] = "full"
+    is_listed = best_row in rows.values()
+    if config.strategy.name != SINGLE_STRATEGY and not is_listed:
+        rows[format_strategy(config)] = best_row
     return rows
 
 
 def _build_candidate(settings: RunSettings, has_requested_batch: bool) -> Candidate | None:
     """None where such a run cannot be."""
     if settings[GPUS] == "1" and settings[STRATEGY] == "ddp":
-        settings = {**settings, STRATEGY: "single"}
+        settings = {**settings, STRATEGY: SINGLE_STRATEGY}
     try:
         config = build_run_config(compose_config({**settings, "mode": "predict"}))
     except ImpossibleError:

@@ -187,7 +187,7 @@ def test_what_cannot_be_asked_is_one_sentence_beside_its_control(
 
 # --- The other parts of an answer, of a model that is traced in a second.
 
-SMALL = "model=gpt_tiny&hardware=a100_80gb&gpus=8&sequence_length=128&strategy=fsdp&activation_checkpointing=none"
+SMALL = f"model=gpt_tiny&hardware=a100_80gb&gpus=8&sequence_length=128&{FULL_SHARD}&activation_checkpointing=none"
 
 
 def test_parts_of_memory_and_time_add_up() -> None:
