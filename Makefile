@@ -12,7 +12,8 @@
 #              measured row and 60 runs that are drawn anew
 # make fuzz    generated command lines and damaged stores, others every time, for MINUTES=10 or SECONDS=600; what failed is
 #              kept in build/hypothesis and tried again first
-# make extras          install the optional extras: DeepSpeed, Accelerate, Lightning, peft, bitsandbytes, torchao
+# make extras          install the optional extras: DeepSpeed, Accelerate, Lightning, peft, bitsandbytes, torchao, MLflow,
+#              JupyterLab
 # make test-extras     the tests that need them
 # make kills   100 kills at random moments of sweeps, here and on a SLURM of its own: nothing measured may be lost
 # make test-slurm      the tests that need SLURM, and fail without
@@ -79,7 +80,7 @@ scale: $(VENV)/.installed
 
 # DeepSpeed has no wheel, and what builds it needs torch.
 extras: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[accelerate,lightning,peft,bitsandbytes,fp8]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[accelerate,lightning,peft,bitsandbytes,fp8,mlflow,jupyterlab]"
 	DS_ACCELERATOR=cpu DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --no-build-isolation --constraint constraints.txt deepspeed
 
 test-extras: $(VENV)/.installed
