@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import re
 import shutil
+import socket
 import subprocess
 import sys
+import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,28 +30,40 @@ def jupyterlab(tmp_path: Path) -> Iterator[str]:
     shutil.copytree(ROOT / "analysis", tmp_path / "work" / "analysis")
     (tmp_path / "work" / "results").symlink_to(ROOT / "results")
     own = {name: str(tmp_path / name) for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR")}
-    settings = ("--no-browser", "--allow-root", "--ip=127.0.0.1", "--port=0", "--IdentityProvider.token=only-here")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "jupyterlab", *settings, f"--ServerApp.root_dir={tmp_path / 'work'}"],
-        env={**os.environ, **own, "IPYTHONDIR": str(tmp_path / "ipython"), "PYTHONPATH": str(ROOT)},
-        stderr=subprocess.PIPE,
-        text=True,
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    settings = (
+        "--no-browser",
+        "--allow-root",
+        "--ip=127.0.0.1",
+        f"--port={port}",
+        "--IdentityProvider.token=only-here",
     )
-    assert process.stderr is not None
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "jupyterlab", *settings, f"--ServerApp.root_dir={tmp_path / 'work'}"],
+            env={**os.environ, **own, "IPYTHONDIR": str(tmp_path / "ipython"), "PYTHONPATH": str(ROOT)},
+            stdout=log,
+            stderr=log,
+        )
+    address, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 120
     try:
-        lines = iter(process.stderr.readline, "")
-        address = next(match[0] for match in (re.search(r"http://127\.0\.0\.1:\d+", line) for line in lines) if match)
+        while True:
+            assert process.poll() is None, (tmp_path / "log").read_text()
+            assert time.monotonic() < deadline
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{address}/api?token=only-here"):
+                break
+            time.sleep(0.2)
         yield address
     finally:
         process.terminate()
-        process.communicate(timeout=60)
+        process.wait(60)
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")
 @pytest.mark.parametrize("name", ["your_own_rows"])
 def test_cells_run_and_draw(jupyterlab: str, name: str) -> None:
-    with urllib.request.urlopen(f"{jupyterlab}/api?token=only-here") as answer:
-        assert answer.status == 200
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
         page = browser.new_page(viewport={"width": 1400, "height": 1000})

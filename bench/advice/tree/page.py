@@ -186,7 +186,8 @@ def format_title(case: GuideCase, not_given: Sequence[str] = ()) -> str:
         f"Which strategy for {config.model.name} ({presentation.format_count(config.model.num_parameters)} parameters) "
         f"on {presentation.format_ranks(config.gpus, device)} {config.hardware.name}? "
         f"{config.precision.name}, {config.sequence_length} tokens per sequence, "
-        f"{adapt_to_device(_format_batch(case), device)}{changed_text}{describe_not_given(config, not_given)}."
+        f"{adapt_to_device(_format_batch(case), device)}{changed_text}."
+        f"{describe_not_given(config, not_given, ' Not given: {}.')}"
     )
 
 
