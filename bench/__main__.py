@@ -7,7 +7,7 @@ import os
 import sys
 
 from bench.advice.remembered import answer_or_remember
-from bench.core.command_line import build_parser, end_silently_on_interrupt, run_main
+from bench.core.command_line import build_parser, end_silently_on_interrupt, import_command, run_main
 from bench.core.errors import invalid_value_error
 
 COMMANDS = {
@@ -35,10 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command that is named first; without one, list all."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments and arguments[0] in COMMANDS:
-        module = importlib.import_module(f"bench.{arguments[0]}")
-        if hasattr(module, "__path__"):
-            module = importlib.import_module(f"{module.__name__}.__main__")
-        return int(module.main(arguments[1:]))
+        return int(import_command(arguments[0]).main(arguments[1:]))
     listing = "\n".join(f"  {name:{max(map(len, COMMANDS))}}  {purpose}" for name, purpose in COMMANDS.items())
     parser = build_parser("", __doc__, f"commands:\n{listing}\n\nEach explains itself: COMMAND --help.")
     if arguments and not arguments[0].startswith("-"):

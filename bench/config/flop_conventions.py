@@ -180,7 +180,7 @@ def _compute_tflops(
     columns: Mapping[str, Any],
     family: Family | None = None,
     length: int = 0,
-    sequences: int = 0,
+    sequences: float = 0,
     peak_tflops: float | None = None,
 ) -> tuple[float | None, float | None]:
     """TFLOP/s and share of the peak, of `sequences` of `length` tokens in a step.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import importlib
 import os
 import signal
 import sys
@@ -166,3 +167,9 @@ def parse_path_argument(text: str) -> Path:
         return require_path("path", text)
     except UsageError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def import_command(name: str) -> Any:
+    """The module that ``python -m bench.NAME`` runs: a file, or the ``__main__`` of a package."""
+    module = importlib.import_module(f"bench.{name}")
+    return importlib.import_module(f"{module.__name__}.__main__") if hasattr(module, "__path__") else module

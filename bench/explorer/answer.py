@@ -199,7 +199,7 @@ def build_option(candidate: RankedCandidate, state: ExplorerState, budget: Train
         batch_size=batch,
         largest_batch=candidate.largest_batch,
         checkpointing=checkpointing,
-        step_s=time and time.step_s,
+        step_s=None if time is None else time.step_s,
         limited_by=time.limited_by if time else "",
         is_degraded=bool(time and time.degraded),
         tokens_per_second=candidate.tokens_per_second,

@@ -81,7 +81,7 @@ def find_recorded_rows(state: ExplorerState) -> tuple[RecordedRow, ...]:
         "batch_size_per_gpu": config.batch_size_per_gpu,
         "sequence_length": config.sequence_length,
     }
-    ranked_rows = []
+    ranked_rows: list[tuple[int, int, RecordedRow]] = []
     for row in _select_rows(config):
         differences = list_differences(row, wanted)
         if result := _format_result(row):
@@ -92,7 +92,7 @@ def find_recorded_rows(state: ExplorerState) -> tuple[RecordedRow, ...]:
     return tuple(distinct_rows[:MAX_ROWS])
 
 
-def _select_rows(config: RunConfig) -> list[dict[str, Any]]:
+def _select_rows(config: RunConfig) -> list[dict[Any, Any]]:
     measured, published = _load_measured(), _load_published()
     same_model = measured[(measured["model"] == config.model.name) & (measured["hardware"] == config.hardware.name)]
     parameters = published["parameters"].astype("Float64")

@@ -139,7 +139,7 @@ def _build_subject(settings: RunSettings, knobs: Mapping[str, Sequence[str]]) ->
 
 
 def _choose_global_sequences(gpus: int, tokens_per_sequence: int) -> int:
-    """As many as come to `DEFAULT_STEP_TOKENS`, within `MAX_SEQUENCES_PER_GPU`, and a whole number for each GPU where
+    """As many as come to `DEFAULT_STEP_TOKENS`, within `MAX_SEQUENCES_PER_GPU`; a whole number for each GPU where
     that is one at least."""
     sequences = max(1, min(DEFAULT_STEP_TOKENS // tokens_per_sequence, MAX_SEQUENCES_PER_GPU * gpus))
     return sequences // gpus * gpus if sequences >= gpus else sequences
