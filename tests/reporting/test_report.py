@@ -517,18 +517,6 @@ def lab(colour: str, matrix) -> np.ndarray:
     return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
 
 
-def list_stated_marks() -> dict[str, style.VariantStyle]:
-    """The marks of all kinds of strategies that have a colour of their own."""
-    marks = {}
-    for name, shown in presentation.read_presentations(presentation.STRATEGIES).items():
-        colours = {kind: colour for kind, (_, colour) in shown.kinds.items() if colour}
-        colours |= {"": shown.colour} if shown.colour else {}
-        for kind, colour in colours.items():
-            full_kind = f"{name}/{kind}".removesuffix("/")
-            marks[full_kind] = style.VariantStyle(colour, style.find_strategy_marker(full_kind))
-    return marks
-
-
 def compute_contrast(first: str, second: str) -> float:
     """WCAG 2.2's contrast of two colours, 1 to 21."""
     low, high = sorted((lab_luminance(first), lab_luminance(second)))
@@ -542,7 +530,7 @@ def lab_luminance(colour: str) -> float:
 
 
 def test_every_colour_can_be_read_on_white_and_on_black():
-    marks = list_stated_marks()
+    marks = style.list_stated_marks()
     assert len(marks) > 30
     colours = [*(mark.colour for mark in marks.values()), *style.SPARE_COLOURS, style.OOM_COLOUR, style.LIMIT_COLOUR]
     for colour in (*colours, *paper.SERIES_COLOURS, *agreement.SOURCE_COLOURS):
@@ -551,7 +539,7 @@ def test_every_colour_can_be_read_on_white_and_on_black():
 
 
 def test_similar_colours_have_different_markers():
-    for (one, first), (two, second) in itertools.combinations(list_stated_marks().items(), 2):
+    for (one, first), (two, second) in itertools.combinations(style.list_stated_marks().items(), 2):
         assert first.marker != second.marker or not style.is_similar_colour(first.colour, second.colour), (one, two)
 
 

@@ -6,6 +6,7 @@ Colour says how a variant shards, fill and line style say what kind of evidence 
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 import warnings
@@ -18,7 +19,14 @@ from typing import Any, Literal
 import matplotlib as mpl
 from matplotlib.colors import to_hex, to_rgb
 
-from bench.core.presentation import Variant, get_finetune_labels, get_strategy_presentation, split_finetune
+from bench.core.presentation import (
+    STRATEGIES,
+    Variant,
+    get_finetune_labels,
+    get_strategy_presentation,
+    read_presentations,
+    split_finetune,
+)
 
 FIGURE_WIDTH_IN = 4.7
 """Width of a figure: one column on a phone, half a page on a desk."""
@@ -126,7 +134,8 @@ def build_palette(variants: Iterable[Variant]) -> dict[str, VariantStyle]:
         markers = [MARKERS[(first + offset) % len(MARKERS)] for offset in range(len(MARKERS))]
         if detail:
             start = 1 + _compute_checksum(detail) % (len(MARKERS) - 1)
-            taken = {mark.marker for mark in styles.values() if mark.colour == colour}
+            marks = [*list_stated_marks().values(), *(mark for mark in styles.values() if mark.colour == colour)]
+            taken = {mark.marker for mark in marks if is_similar_colour(mark.colour, colour)}
             markers = [marker for marker in (*markers[start:], *markers[:start]) if marker not in taken] or markers
         styles[variant.label] = VariantStyle(colour, markers[0])
     return styles
@@ -134,6 +143,19 @@ def build_palette(variants: Iterable[Variant]) -> dict[str, VariantStyle]:
 
 SHARDING_FACTOR = re.compile(r"\(F=(\d+)\)")
 """In a variant's label, where the factor is a choice."""
+
+
+@functools.cache
+def list_stated_marks() -> dict[str, VariantStyle]:
+    """The marks of all kinds of strategies that state a colour of their own, by kind."""
+    marks = {}
+    for name, shown in read_presentations(STRATEGIES).items():
+        colours = {kind: colour for kind, (_, colour) in shown.kinds.items() if colour}
+        colours |= {"": shown.colour} if shown.colour else {}
+        for kind, colour in colours.items():
+            full_kind = f"{name}/{kind}".removesuffix("/")
+            marks[full_kind] = VariantStyle(colour, find_strategy_marker(full_kind))
+    return marks
 
 
 def find_detail(label: str) -> str:

@@ -191,9 +191,8 @@ def _assign_marks(facet: pd.DataFrame, palette: dict[str, style.VariantStyle]) -
     for row in facet.to_dict("records"):
         if row["choice"] not in marks_by_choice:
             colour = palette[row["variant"]].colour
-            taken_markers = {
-                mark.marker for mark in marks_by_choice.values() if style.is_similar_colour(mark.colour, colour)
-            }
+            marks = [*marks_by_choice.values(), *(palette[variant] for variant in set(facet["variant"]))]
+            taken_markers = {mark.marker for mark in marks if style.is_similar_colour(mark.colour, colour)}
             first_marker = style.MARKERS.index(palette[row["variant"]].marker)
             markers = style.MARKERS[first_marker:] + style.MARKERS[:first_marker]
             is_first = row["variant"] not in {name.partition(", ")[0] for name in marks_by_choice}
