@@ -130,9 +130,9 @@ def search_layouts(
     """Predict every layout that may be within `KEPT_SLOWDOWN` of the fastest that fits.
 
     Branch and bound: what takes longer by its lower bound than the fastest predicted so far is left out. As soon as one
-    pipeline of a `Layout.trace_group` is predicted, how long its ranks compute, in passes through stages that nothing
-    slows down, replaces the estimate in the bounds of those of the group that have as many stages or more: every pass has
-    a beginning in which kernels wait to be launched.
+    pipeline of a `Layout.trace_group` is predicted, how long its ranks compute replaces the estimate in the bounds of
+    those of the group that have as many stages or more: nothing slows passes through stages down, and each begins with
+    kernels that wait to be launched.
 
     Parameters
     ----------
