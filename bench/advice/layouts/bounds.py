@@ -39,7 +39,7 @@ from bench.prediction.cost.collectives import (
 )
 from bench.prediction.predictor import build_trace_key
 from bench.prediction.segment_costs import list_segment_costs
-from bench.prediction.trace.kernels import IntArray
+from bench.prediction.trace.kernels import FloatArray, IntArray
 from bench.prediction.trace.scaled_trace import list_traced_batch_sizes
 from bench.prediction.trace.trace_cache import load_scaled_trace
 from bench.strategies.mesh.model import FSDP_KIND, ZERO1_KIND
@@ -110,7 +110,7 @@ class LayoutBounder:
         Parameters
         ----------
         computed_s: float or None
-            What a rank computes in a step, where the predictor has said it of a layout of the same `trace_group`.
+            What a rank computes in a step, where the predictor has said it of a pipeline of the same `trace_group`.
         """
         shared_s = self.question.global_sequences * self.references[layout.checkpointing].seconds / self.question.gpus
         busy_s = shared_s * ROUNDING_SHARE if computed_s is None else computed_s
@@ -143,21 +143,23 @@ class LayoutBounder:
                 early_gradients = BLOCK_SHARE * parameters * precision.reduce_dtype.itemsize
             if not layout.reshards:
                 gathered = BLOCK_SHARE * parameters * precision.compute_dtype.itemsize
-        return lasting + max(gradients, early_gradients + gathered + self._compute_activation_bytes(layout))
+        return lasting + max(gradients, gathered + self._compute_passing_bytes(layout, early_gradients))
 
-    def _compute_activation_bytes(self, layout: Layout) -> float:
-        """Most, at any time, of what blocks keep and stages exchange, with logits where a rank has all blocks."""
+    def _compute_passing_bytes(self, layout: Layout, gradients: float) -> float:
+        """Most, at any time before the last backward, of what blocks keep and stages exchange, with logits where a rank
+        has all blocks, and of gradients, once a micro-batch has been through backward."""
         reference, divided = self.references[layout.checkpointing], layout.tensor * layout.context
         kept = KEPT_SHARE * layout.micro_batch * reference.kept_bytes / divided
         if layout.pipeline == 1:
-            return kept + KEPT_SHARE * layout.micro_batch * reference.logits_bytes / divided
+            return gradients + kept + KEPT_SHARE * layout.micro_batch * reference.logits_bytes / divided
         assert layout.schedule is not None
         num_blocks = self.question.model.num_blocks or 1
         kept_by_stage = kept * (num_blocks // (layout.pipeline * layout.virtual_stages)) / num_blocks
         boundary = self._compute_boundary_bytes(layout)
         timetable = (layout.schedule, layout.pipeline, layout.virtual_stages, layout.micro_batches)
         return max(
-            float((kept_by_stage * held.passes + boundary * held.sent).max()) + boundary * held.received
+            float((kept_by_stage * held.passes + boundary * held.sent + gradients * held.gradients).max())
+            + boundary * held.received
             for held in list_held(*timetable)
         )
 
@@ -253,6 +255,8 @@ class HeldByRank:
     """After each forward and backward: passes through its stages whose backward is still to come; shape (actions,)."""
     sent: IntArray
     """Activations and gradients that were sent and are held until the step is over; shape (actions,)."""
+    gradients: FloatArray
+    """Share of its stages that have gradients; shape (actions,)."""
     received: int
     """Buffers of what its stages exchange, one for each micro-batch and neighbour, there all the time."""
 
@@ -272,12 +276,16 @@ def list_held(schedule: str, ranks: int, virtual_stages: int, micro_batches: int
 
     held = []
     for rank in sorted({0, ranks // 2, ranks - 1}):
-        passes, sent = [0], [0]
+        stages = timetable.find_stages_of_rank(rank)
+        passes, sent, gradients = [0], [0], [0.0]
+        stages_with_gradients = set()
         for action in timetable.list_actions(rank):
             ends = action.kind in (BACKWARD, WEIGHT_BACKWARD)
             passes.append(passes[-1] + (action.kind == FORWARD) - ends)
+            stages_with_gradients |= {action.stage} if ends else set()
+            gradients.append(len(stages_with_gradients) / len(stages))
             is_kept = schedule != ONE_F_ONE_B and action.kind in (BACKWARD, INPUT_BACKWARD)
             sent.append(sent[-1] + (count_neighbours(action.stage) if is_kept else 0))
-        received = micro_batches * sum(map(count_neighbours, timetable.find_stages_of_rank(rank)))
-        held.append(HeldByRank(np.array(passes), np.array(sent), received))
+        received = micro_batches * sum(map(count_neighbours, stages))
+        held.append(HeldByRank(np.array(passes), np.array(sent), np.array(gradients), received))
     return tuple(held)

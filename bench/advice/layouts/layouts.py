@@ -77,9 +77,14 @@ class Layout:
         return self.shards * self.replicas * self.expert
 
     @property
+    def num_stages(self) -> int:
+        """Of one copy of the model."""
+        return self.pipeline * self.virtual_stages
+
+    @property
     def trace_group(self) -> tuple[object, ...]:
-        """What decides how long a rank computes in all: layouts of one group differ in schedule and data parallelism
-        alone."""
+        """What decides which kernels a rank runs in all: layouts of one group differ in stages, schedule and ways to be
+        sharded alone."""
         keeps_dtensors = self.data == FSDP_KIND
         return (self.tensor, self.context, self.expert, self.micro_batch, self.checkpointing, keeps_dtensors)
 

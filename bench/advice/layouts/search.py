@@ -130,8 +130,9 @@ def search_layouts(
     """Predict every layout that may be within `KEPT_SLOWDOWN` of the fastest that fits.
 
     Branch and bound: what takes longer by its lower bound than the fastest predicted so far is left out. As soon as one
-    layout of a `Layout.trace_group` is predicted, how long its ranks compute replaces the estimate in the bounds of all
-    others of the group.
+    pipeline of a `Layout.trace_group` is predicted, how long its ranks compute replaces the estimate in the bounds of
+    those of the group that have as many stages or more: nothing slows passes through stages down, and each begins with
+    kernels that wait to be launched.
 
     Parameters
     ----------
@@ -155,6 +156,7 @@ def search_layouts(
     open_layouts = {layout: bounds[layout].step_s for layout in layouts if bounds[layout].memory_bytes <= capacity}
     search.num_too_large = len(layouts) - len(open_layouts)
     known_groups: set[tuple[object, ...]] = set()
+    fewest_stages: dict[tuple[object, ...], int] = {}
     while open_layouts:
         limit_s = fastest_step_s * (1 + KEPT_SLOWDOWN)
         slow_layouts = [layout for layout, step_s in open_layouts.items() if step_s > limit_s]
@@ -168,14 +170,18 @@ def search_layouts(
                 continue
             if candidate.does_fit:
                 fastest_step_s = min(fastest_step_s, candidate.step_s)
-            if layout.trace_group not in known_groups:
-                known_groups.add(layout.trace_group)
+            group = layout.trace_group
+            known_groups.add(group)
+            if 1 < layout.num_stages < fewest_stages.get(group, MAX_STAGES):  # where each is a pass by itself
+                fewest_stages[group] = layout.num_stages
                 computed_s = ROUNDING_SLACK * candidate.compute_s
                 for other in open_layouts:
-                    if other.trace_group == layout.trace_group:
+                    if other.trace_group == group and other.num_stages >= layout.num_stages:
                         open_layouts[other] = max(open_layouts[other], bounder.compute_step_bound_s(other, computed_s))
     return search
 
+
+MAX_STAGES = 10**6
 
 ROUNDING_SLACK = 0.99
 """Of what one layout of a group computes, what others compute at least: heads and embeddings are stages' own."""
