@@ -72,7 +72,7 @@ def invalid_value_error(
         names = [str(choice) for choice in choices]
         valid_values = ", ".join(map(str, names))
     suggestion = suggest_nearest(value, names) if isinstance(value, str) else ""
-    return error_class(f"{shorten_text(field)}={_format_value(value)} is not valid{suggestion}: choose {valid_values}.")
+    return error_class(f"{shorten_text(field)}={_format_value(value)} is not valid: choose {valid_values}{suggestion}.")
 
 
 def unknown_field_error(
@@ -89,7 +89,7 @@ def unknown_field_error(
     """
     names = list(names)
     suggestion = suggest_nearest(key, names) or suggest_nearest(key, nested)
-    return error_class(f"{key} is not a field{of}{suggestion}: choose {', '.join(names)}.")
+    return error_class(f"{key} is not a field{of}: choose {', '.join(names)}{suggestion}.")
 
 
 def _format_value(value: object) -> str:

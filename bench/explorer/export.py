@@ -27,6 +27,8 @@ MAX_QUESTIONS = 5000
 DASH_PATHS = ("_dash-layout", "_dash-dependencies")
 """What the page asks of its server besides its scripts."""
 
+ROOT_PREFIX = re.compile(r'"requests_pathname_prefix":"(?:/|\\u002f)"')
+
 SCRIPT_PATH = re.compile(r'(?:src|href)="/?((?:_dash-component-suites|assets)/[^"?]+)')
 
 
@@ -129,15 +131,15 @@ def _write_page(folder: Path, app: Dash) -> None:
     """The page and all that it asks of its server, under relative paths."""
     client = app.server.test_client()
     html_text = client.get("/").get_data(as_text=True)
-    html_text = html_text.replace('"requests_pathname_prefix":"/"', '"requests_pathname_prefix":"./"')
+    html_text = ROOT_PREFIX.sub('"requests_pathname_prefix":"./"', html_text)
     paths = {*SCRIPT_PATH.findall(html_text), *_list_lazy_scripts(app)}
     for path in (*paths, *DASH_PATHS):
-        response = client.get(f"/{path}")
-        if response.status_code != 200:
-            raise RuntimeError(f"Dash does not serve {path}: {response.status}")
         file = folder / path
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(response.get_data())
+        with client.get(f"/{path}") as response:
+            if response.status_code != 200:
+                raise RuntimeError(f"Dash does not serve {path}: {response.status}")
+            file.write_bytes(response.get_data())
     (folder / "index.html").write_text(re.sub(r'(src|href)="/(?=[_a])', r'\1="', html_text), encoding="utf-8")
 
 

@@ -179,7 +179,7 @@ def test_what_a_path_stands_for(tmp_path):
         (["nowhere", "."], "BASE=nowhere is not valid: choose a checkout"),
         ([".", ".", "store=x"], "store=x is not valid here"),
         ([".", ".", "--repeats", "1"], "--repeats=1 is not valid"),
-        ([".", ".", "model=t5_tny"], "model=t5_tny is not valid (did you mean t5_tiny?)"),
+        ([".", ".", "model=t5_tny"], "(did you mean t5_tiny?)"),
     ],
 )
 @pytest.mark.slow

@@ -25,10 +25,10 @@ def test_the_nearest_choice_is_suggested_and_nothing_where_none_is_near(typed, c
 
 def test_suggestions_are_part_of_the_one_sentence():
     error = invalid_value_error("model", "t5_tny", ["t5_tiny", "gpt_tiny"])
-    assert str(error) == "model=t5_tny is not valid (did you mean t5_tiny?): choose t5_tiny, gpt_tiny."
+    assert str(error) == "model=t5_tny is not valid: choose t5_tiny, gpt_tiny (did you mean t5_tiny?)."
     assert "did you mean" not in str(invalid_value_error("gpus", 0, "a whole number of at least 1"))
     assert str(unknown_field_error("gpu", ["gpus", "seed"])) == (
-        "gpu is not a field (did you mean gpus?): choose gpus, seed."
+        "gpu is not a field: choose gpus, seed (did you mean gpus?)."
     )
 
 

@@ -142,11 +142,13 @@ QUESTIONS = (
     ),
 )
 
+SHORT_ON_A100 = "hardware=a100_80gb&model=gpt_125m&sequence_length=1024"
+
 REFUSED_QUESTIONS = (
     ("Can I use 9 GPUs of machines with 8?", "gpus=9&model=gpt_125m", "gpus", "choose a multiple of gpus_per_node=8"),
-    ("FP8 on an A100?", "precision=fp8&hardware=a100_80gb&model=gpt_125m", "precision", "no peak for fp8"),
+    ("FP8 on an A100?", f"precision=fp8&{SHORT_ON_A100}", "precision", "no peak for fp8"),
     ("A model I misspell", "model=lama3_8b", "model", "model=lama3_8b is not valid"),
-    ("A price for other GPUs", "price=aws_p5&hardware=a100_80gb&model=gpt_125m", "price", "for hardware=a100_80gb"),
+    ("A price for other GPUs", f"price=aws_p5&{SHORT_ON_A100}", "price", "for hardware=a100_80gb"),
     ("Half a GPU", "gpus=0.5&model=gpt_125m", "gpus", "gpus=0.5 is not valid: choose a whole number"),
     ("Two numbers of GPUs at once", "gpus=8,16&model=gpt_125m", "gpus", "choose one value"),
     ("A setting that does not exist", "further=model.colour%3Dred&model=gpt_125m", "further", "model.colour"),

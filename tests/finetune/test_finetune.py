@@ -332,7 +332,7 @@ REFUSED_CASES = [
     (("finetune=qlora", "finetune.bits=3"), "finetune.bits=3 is not valid: choose 4, 8"),
     (("finetune=lora", "finetune.bits=4"), "finetune.bits is not a field of finetune=lora"),
     (("finetune.name=3",), "finetune.name=3 is not valid: choose full, lora, qlora"),
-    (("finetune=dora",), "finetune=dora is not valid (did you mean lora?): choose full, lora, qlora"),
+    (("finetune=dora",), "finetune=dora is not valid: choose full, lora, qlora"),
 ]
 
 

@@ -216,9 +216,9 @@ def test_every_notebook_can_be_given_a_store(file):
     [
         (
             ["prefech"],
-            "notebook=prefech is not valid (did you mean prefetch?): choose memory, model_scale, oom_frontier,",
+            "notebook=prefech is not valid: choose memory, model_scale, oom_frontier,",
         ),
-        (["stor=runs"], "option=stor is not valid (did you mean store?): choose store, base, output."),
+        (["stor=runs"], "option=stor is not valid: choose store, base, output (did you mean store?)."),
         (["store=/no/such/place"], "There is no store at /no/such/place: choose a store, "),
         (["base=/no/such/place"], "There is no store at /no/such/place: choose a store, "),
     ],
