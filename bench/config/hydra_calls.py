@@ -84,8 +84,8 @@ def _check_overridden_key(override: Override) -> None:
             f"+{key} is not valid: choose {key} without the +."
             if is_top_level_field
             else (
-                f"{key} is not a field{suggest_nearest(key, top_level_fields)}: choose {', '.join(top_level_fields)}, "
-                f"or +group.field for a group of {EXTENSIBLE_GROUPS}."
+                f"{key} is not a field: choose {', '.join(top_level_fields)}, or +group.field for a group of "
+                f"{EXTENSIBLE_GROUPS}{suggest_nearest(key, top_level_fields)}."
             )
         )
 
