@@ -316,7 +316,7 @@ REFUSED_CASES = [
     ),
     (
         ("finetune=lora", "strategy=data_parallel", "gpus=2", "hardware=a100_80gb"),
-        "choose finetune=full, or strategy ddp, deepspeed, fsdp, fsdp1, single or zero1.",
+        "choose finetune=full, or strategy ddp, deepspeed, fsdp, fsdp1, mesh, single or zero1.",
     ),
     (
         ("finetune=qlora", "strategy=data_parallel", "gpus=2", "hardware=a100_80gb"),
