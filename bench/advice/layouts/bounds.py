@@ -256,7 +256,7 @@ class HeldByRank:
     sent: IntArray
     """Activations and gradients that were sent and are held until the step is over; shape (actions,)."""
     gradients: FloatArray
-    """Share of its stages that have gradients; shape (actions,)."""
+    """Share of its stages that have gradients of some micro-batches and wait for others; shape (actions,)."""
     received: int
     """Buffers of what its stages exchange, one for each micro-batch and neighbour, there all the time."""
 
@@ -278,12 +278,12 @@ def list_held(schedule: str, ranks: int, virtual_stages: int, micro_batches: int
     for rank in sorted({0, ranks // 2, ranks - 1}):
         stages = timetable.find_stages_of_rank(rank)
         passes, sent, gradients = [0], [0], [0.0]
-        stages_with_gradients = set()
+        num_backwards = dict.fromkeys(stages, 0)
         for action in timetable.list_actions(rank):
             ends = action.kind in (BACKWARD, WEIGHT_BACKWARD)
             passes.append(passes[-1] + (action.kind == FORWARD) - ends)
-            stages_with_gradients |= {action.stage} if ends else set()
-            gradients.append(len(stages_with_gradients) / len(stages))
+            num_backwards[action.stage] += ends
+            gradients.append(sum(0 < count < micro_batches for count in num_backwards.values()) / len(stages))
             is_kept = schedule != ONE_F_ONE_B and action.kind in (BACKWARD, INPUT_BACKWARD)
             sent.append(sent[-1] + (count_neighbours(action.stage) if is_kept else 0))
         received = micro_batches * sum(map(count_neighbours, stages))
