@@ -12,11 +12,13 @@
 #              measured row and 60 runs that are drawn anew
 # make fuzz    generated command lines and damaged stores, others every time, for MINUTES=10 or SECONDS=600; what failed is
 #              kept in build/hypothesis and tried again first
-# make extras          install the optional extras: DeepSpeed, Accelerate, Lightning, peft, bitsandbytes, torchao
+# make extras          install the optional extras: DeepSpeed, Accelerate, Lightning, peft, bitsandbytes, torchao, MLflow,
+#              JupyterLab
 # make test-extras     the tests that need them
 # make kills   100 kills at random moments of sweeps, here and on a SLURM of its own: nothing measured may be lost
 # make test-slurm      the tests that need SLURM, and fail without
 # make predictions     predict the sweeps of results/predicted anew, and Figure 7(c); equal numbers change no row
+# make layout-map      predict results/pictures/layout-map-h100.png anew: minutes
 # make docs            build the site of docs/ to build/docs/html: warnings are errors, commands on pages are executed
 # make docs-serve      show it on http://localhost:8000
 # make notebooks       execute the notebooks of analysis/ and render them to build/notebooks/*.html
@@ -31,7 +33,7 @@ export PYTHONDONTWRITEBYTECODE :=
 PREDICTED := results/predicted
 PAPER  := model_scale prefetch rate_limiter dhen_scale gpt_175b_scale t5_11b_scale memory sharding_factor
 
-.PHONY: install sweep test test-all quick fuzz scale kills test-slurm timing predictions docs docs-serve notebooks cluster cluster-down lint types clean
+.PHONY: install sweep test test-all quick fuzz scale kills test-slurm timing predictions layout-map docs docs-serve notebooks cluster cluster-down lint types clean
 
 install: $(VENV)/.installed
 
@@ -78,7 +80,7 @@ scale: $(VENV)/.installed
 
 # DeepSpeed has no wheel, and what builds it needs torch.
 extras: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[accelerate,lightning,peft,bitsandbytes,fp8]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[accelerate,lightning,peft,bitsandbytes,fp8,mlflow,jupyterlab]"
 	DS_ACCELERATOR=cpu DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --no-build-isolation --constraint constraints.txt deepspeed
 
 test-extras: $(VENV)/.installed
@@ -104,16 +106,22 @@ predictions: $(VENV)/.installed
 	$(BIN)/python -m bench.sweep sweep=oom_frontier mode=predict hardware=a100_80gb \
 	  store=build/predictions/oom_frontier report=false
 	$(BIN)/python -m bench.sweep sweep=oom_frontier_cpu mode=predict store=build/predictions/cpu_frontier report=false
+	$(BIN)/python -m bench.sweep sweep=claims mode=predict store=build/predictions/claims report=false
 	for model in t5_mini "gpt_mini model.activation=gelu_new"; do \
 	  $(BIN)/python -m bench.sweep sweep=memory_cpu model=$$model mode=predict \
 	    store=build/predictions/cpu_memory report=false || exit; \
 	done
-	for store in a100_80gb oom_frontier cpu_frontier cpu_memory; do \
+	for store in a100_80gb oom_frontier cpu_frontier cpu_memory claims; do \
 	  $(BIN)/python -m bench.records pack build/predictions/$$store --output $(PREDICTED)/$$store \
 	    --replace-predictions || exit; \
 	done
 	$(BIN)/python -m bench.report $(PREDICTED)/a100_80gb --output build/predictions/report
 	cp build/predictions/report/figures/paper-figure-7-c.png results/pictures/
+
+layout-map: $(VENV)/.installed
+	$(BIN)/python -m bench.predict map model=llama3_8b,llama3_70b,llama3_405b gpus=64,256,1024,4096 \
+	  hardware=h100_80gb sequence_length=8192 \
+	  figure=results/pictures/layout-map-h100.png
 
 notebooks: $(VENV)/.installed
 	$(BIN)/python -m bench.notebooks

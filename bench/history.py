@@ -17,7 +17,7 @@ from bench.core.errors import UsageError
 from bench.core.presentation import format_plural
 from bench.records import read_all_attempts
 from bench.reporting.builder import read_store
-from bench.reporting.figures.history import write_history
+from bench.reporting.regressions.history_page import write_history
 from bench.reporting.regressions.terminal import build_history_tables
 
 EPILOG = """\
@@ -37,17 +37,16 @@ WIDTH_WITHOUT_TERMINAL = 160
 def main(arguments: Sequence[str] | None = None) -> int:
     """Find the changes, print them and draw them. Returns 0, or 2 where the user must change something."""
     parser = build_parser("history", __doc__, EPILOG)
-    parser.add_argument(
-        "stores", type=parse_path_argument, nargs="+", metavar="STORE", help="a store, or a folder of stores"
-    )
-    parser.add_argument("--output", type=parse_path_argument, metavar="DIR", help="folder for figures and history.json")
+    store_help, output_help = "a store, or a folder of stores", "folder for a page to browse, figures and history.json"
+    parser.add_argument("stores", type=parse_path_argument, nargs="+", metavar="STORE", help=store_help)
+    parser.add_argument("--output", type=parse_path_argument, metavar="DIR", help=output_help)
     options = parser.parse_args(arguments)
     contents = [read_store(store, read_all_attempts) for store in options.stores]
     all_series = build_histories([row for store in contents for row in store.records], ComparisonSettings())
     if not all_series:
         raise UsageError("No configuration was run with two commits, or on two days: there is no history to show.")
     if options.output is not None:
-        print(f"{format_plural(write_history(all_series, options.output), 'figure')} in {options.output}")
+        print(write_history(all_series, options.output, options.stores))
     unreadable = [problem for store in contents for problem in store.unreadable]
     if unreadable:
         print(f"{format_plural(len(unreadable), 'file')} left out: {unreadable[0]}")

@@ -20,6 +20,10 @@ def main(arguments: list[str] | None = None) -> int:
         from bench.advice.own_device import main as describe_device
 
         return describe_device(arguments[1:])
+    if arguments[:1] == ["map"]:
+        from bench.advice.layouts.map import main as draw_map
+
+        return draw_map(arguments[1:])
     # all that predicts takes seconds to import, and a remembered answer needs nothing of it
     from bench.advice.answer import answer_question
     from bench.advice.printed_answer import print_answer

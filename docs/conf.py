@@ -22,6 +22,8 @@ extensions = [
     "page_commands",
     "report_figures",
     "generated_pages",
+    "claim_pages",
+    "notebook_pages",
 ]
 exclude_patterns = ["_ext", "_static"]
 default_role = "code"  # docstrings write `name`

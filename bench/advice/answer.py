@@ -9,6 +9,16 @@ from dataclasses import dataclass
 
 from bench.advice.budget import TrainingBudget
 from bench.advice.candidates import CandidateSet, build_candidates
+from bench.advice.layouts.comparison import (
+    LayoutComparison,
+    build_alone_candidates,
+    compare_layouts,
+    find_gpu_threshold,
+    plan_layouts,
+    rank_alone,
+)
+from bench.advice.layouts.layouts import LayoutQuestion
+from bench.advice.layouts.sentence import describe_layouts
 from bench.advice.question import AdviceQuestion
 from bench.advice.ranking import CandidateRanking, RankedCandidate, rank_with_last_resort
 from bench.advice.sentence import describe_advice, list_warnings
@@ -33,6 +43,12 @@ class AdviceSection:
     """Why some combinations cannot be, or cannot be predicted, and how many."""
     warnings: list[str]
     """What may make the comparison an unfair one."""
+    not_given: tuple[str, ...] = ()
+    """Settings that decide the answer and were not typed."""
+    layouts: LayoutComparison | None = None
+    """Where layouts were searched: the fastest beside FSDP alone."""
+    layouts_text: str = ""
+    """What that comes to, in sentences."""
 
     @functools.cached_property
     def rule_comparisons(self) -> list[RuleComparison]:
@@ -64,22 +80,22 @@ def answer_question(
     UsageError
         If something is a mistake, or nothing that was asked for is possible.
     """
-    section_candidates = []
+    plans: list[SectionPlan] = []
     skipped_sections = []
     for settings in question.list_sections():  # every mistake is found before anything is predicted
         try:
-            candidates = build_candidates(settings, question.knobs)
-            question.budget.cost_terms.choose_offer(candidates.to_predict[0].config)
-            section_candidates.append((settings, candidates))
+            plan = _plan_section(settings, question, plan_layouts(settings, question.knobs, question.layouts))
+            question.budget.cost_terms.choose_offer(plan.subject)
+            plans.append(plan)
         except ImpossibleError as error:
             skipped_sections.append((question.format_heading(settings), str(error)))
-    if not section_candidates:
+    if not plans:
         raise UsageError(skipped_sections[0][1])
-    recall_parameter_counts(candidates.to_predict[0].config.model for _, candidates in section_candidates)
+    recall_parameter_counts(plan.subject.model for plan in plans)
     sections = []
-    for settings, candidates in section_candidates:
-        on_progress(f"{question.format_heading(settings)}: predicting {len(candidates.to_predict)} candidates")
-        sections.append(_build_section(settings, candidates, question))
+    for plan in plans:
+        on_progress(f"{question.format_heading(plan.settings)}: predicting {plan.describe()}")
+        sections.append(_build_section(plan, question, finds_thresholds=len(plans) == 1))
     if question.rank == "cost":
         sections.sort(key=lambda section: _find_lowest_dollars(section, question.budget))
     return AdviceAnswer(sections, skipped_sections)
@@ -91,16 +107,84 @@ def _find_lowest_dollars(section: AdviceSection, budget: TrainingBudget) -> floa
     return min((value for value in dollars if value is not None), default=math.inf)
 
 
-def _build_section(settings: RunSettings, candidates: CandidateSet, question: AdviceQuestion) -> AdviceSection:
-    ranking = rank_with_last_resort(settings, question.knobs, candidates)
-    impossible_reasons = {**candidates.impossible_reasons, **ranking.unpredictable_reasons}
+@dataclass(frozen=True)
+class SectionPlan:
+    """What is to be predicted for one table."""
+
+    settings: RunSettings
+    candidates: CandidateSet
+    layouts: LayoutQuestion | None
+    alone_reason: str
+    """Why nothing but layouts can be, where that is so."""
+    subject: RunConfig
+
+    def describe(self) -> str:
+        """How much there is to predict."""
+        candidates = f"{len(self.candidates.to_predict)} candidates"
+        return candidates if self.layouts is None else f"{candidates}, searching layouts"
+
+
+def _plan_section(settings: RunSettings, question: AdviceQuestion, layouts: LayoutQuestion | None) -> SectionPlan:
+    """Raises `ImpossibleError` where nothing can be."""
+    if layouts is None:
+        candidates = build_candidates(settings, question.knobs)
+        return SectionPlan(settings, candidates, None, "", candidates.to_predict[0].config)
+    try:
+        candidates, reason = build_alone_candidates(layouts, question.knobs), ""
+    except ImpossibleError as error:
+        candidates, reason = CandidateSet(impossible_reasons={str(error): 1}), ALONE_IMPOSSIBLE
+        if layouts.global_sequences >= layouts.gpus:
+            reason = str(error).rstrip(".")
+    subject = candidates.to_predict[0].config if candidates.to_predict else layouts.subject
+    return SectionPlan(settings, candidates, layouts, reason, subject)
+
+
+ALONE_IMPOSSIBLE = "the global batch has less than one sequence per GPU"
+
+
+def _build_section(plan: SectionPlan, question: AdviceQuestion, *, finds_thresholds: bool) -> AdviceSection:
+    settings = plan.settings if plan.layouts is None else plan.layouts.settings
+    ranking = CandidateRanking()
+    if plan.layouts is not None and plan.candidates.to_predict:
+        ranking = rank_alone(plan.layouts, plan.candidates)
+    elif plan.candidates.to_predict:
+        ranking = rank_with_last_resort(settings, question.knobs, plan.candidates)
+    if plan.layouts is None and not any(candidate.does_fit for candidate in ranking.possible):
+        section = _build_section_of_layouts(plan.settings, question, finds_thresholds=finds_thresholds)
+        if section is not None and section.ranking.possible:
+            return section
+    comparison, layouts_text = None, ""
+    if plan.layouts is not None:
+        comparison = compare_layouts(plan.layouts, ranking, plan.alone_reason)
+        threshold = find_gpu_threshold(comparison, question.knobs) if finds_thresholds else None
+        layouts_text = describe_layouts(comparison, threshold)
+        if not (ranking.possible or ranking.infeasible):
+            raise UsageError(next(iter({**plan.candidates.impossible_reasons, **comparison.search.impossible_reasons})))
+    impossible_reasons = {**plan.candidates.impossible_reasons, **ranking.unpredictable_reasons}
     return AdviceSection(
-        settings,
+        plan.settings,
         describe_advice(ranking.possible, ranking.infeasible),
         ranking,
         impossible_reasons,
         list_warnings(ranking.possible),
+        question.not_given,
+        comparison,
+        layouts_text,
     )
+
+
+def _build_section_of_layouts(
+    settings: RunSettings, question: AdviceQuestion, *, finds_thresholds: bool
+) -> AdviceSection | None:
+    """The section where nothing else fits; None where no layout can be."""
+    try:
+        layouts = plan_layouts(settings, question.knobs, question.layouts, is_forced=True)
+        if layouts is None:
+            return None
+        plan = _plan_section(settings, question, layouts)
+        return _build_section(plan, question, finds_thresholds=finds_thresholds)
+    except UsageError:
+        return None
 
 
 # --- Rules of thumb for memory beside the prediction: what they say, what the trace says, and why they differ.

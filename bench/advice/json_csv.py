@@ -1,8 +1,8 @@
 """The answer for scripts: JSON with everything, CSV with a line per candidate. Keys are only ever added.
 
 JSON: ``format`` (1), ``tokens``, ``prices``, ``pue``, ``power_share``, ``sections`` and ``left_out``. A section has
-``question``, ``advice``, ``warnings``, ``ranked`` and ``infeasible`` (rows, see `build_candidate_values`),
-``impossible`` and ``rules_of_thumb``. What is unknown is null, never NaN.
+``question``, ``advice``, ``warnings``, ``layouts`` (null where none were searched), ``ranked`` and ``infeasible``
+(rows, see `build_candidate_values`), ``impossible`` and ``rules_of_thumb``. What is unknown is null, never NaN.
 """
 
 from __future__ import annotations
@@ -124,10 +124,30 @@ def _build_section_values(section: AdviceSection, budget: TrainingBudget) -> dic
         "question": _build_question_values(section),
         "advice": section.advice,
         "warnings": section.warnings,
+        "layouts": _build_layouts_values(section),
         "ranked": [values for values in candidate_values if values["status"] == "ok"],
         "infeasible": [values for values in candidate_values if values["status"] == "oom"],
         "impossible": [{"reason": reason, "candidates": count} for reason, count in section.impossible_reasons.items()],
         "rules_of_thumb": [_build_rule_values(comparison) for comparison in section.rule_comparisons],
+    }
+
+
+def _build_layouts_values(section: AdviceSection) -> dict[str, Any] | None:
+    """What a search of layouts came to; None where none was made."""
+    comparison = section.layouts
+    if comparison is None:
+        return None
+    search, alone = comparison.search, comparison.best_alone
+    return {
+        "text": section.layouts_text,
+        "is_layout_best": comparison.is_layout_best,
+        "global_sequences": search.question.global_sequences,
+        "best_layout_step_s": None if search.best is None else search.best.step_s,
+        "alone_step_s": None if alone is None else alone.step_s,
+        "num_layouts": search.num_layouts,
+        "num_predicted": len(search.predicted),
+        "num_too_large": search.num_too_large,
+        "num_too_slow": search.num_too_slow,
     }
 
 
@@ -149,6 +169,7 @@ def _build_question_values(section: AdviceSection) -> dict[str, Any]:
     return {
         "settings": section.settings,
         **build_subject_values(config, section.settings),
+        "not_given": list(section.not_given),
         "sequence_length": config.sequence_length,
         "optimizer": config.optimizer.name,
         "capacity_bytes": section.ranking.top_candidate.prediction.memory.capacity,
@@ -180,7 +201,7 @@ def build_candidate_values(candidate: RankedCandidate, rank: int | None, budget:
         "gradient_accumulation": config.gradient_accumulation,
         "batch_size_per_gpu": config.batch_size_per_gpu,
         "largest_batch_per_gpu": candidate.largest_batch,
-        "tokens_per_step": candidate.tokens_per_step * config.gpus,
+        "tokens_per_step": config.tokens_per_step,
         "tflops_per_gpu": candidate.tflops_per_gpu,
         "hardware_tflops_per_gpu": candidate.hardware_tflops_per_gpu,
         "causal_tflops_per_gpu": candidate.causal_tflops_per_gpu,

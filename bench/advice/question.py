@@ -14,10 +14,12 @@ from bench.advice.budget import TrainingBudget
 from bench.config.compose import compose_config
 from bench.config.flop_conventions import FLOP_CONVENTIONS
 from bench.config.grid import RunSettings
+from bench.config.groups import list_config_groups
 from bench.config.hydra_calls import list_override_values, parse_overrides
 from bench.config.price import parse_cost_terms
 from bench.core.command_line import PlainConsole, build_parser, require_path
 from bench.core.errors import UsageError, invalid_value_error, require_choice
+from bench.core.progress import show_progress
 from bench.hardware import detect_device
 from bench.hardware.detect import DetectedDevice
 from bench.planning.request import EXECUTION_KEYS, find_hardware_description
@@ -35,6 +37,12 @@ KNOB_KEYS = (
     "compile",
 )
 """Keys and groups that are ranked against each other; others with several values make a table each."""
+
+ASSUMED_KEYS = ("hardware", "precision", "sequence_length", "gpus")
+"""What decides an answer, and is said where it was not given; of the network every answer says what it assumes."""
+
+LAYOUT_CHOICES = ("auto", "all", "none")
+"""Whether layouts are searched: where they are likely to matter, always, or never."""
 
 RANKINGS = ("speed", "cost")
 """What several tables are ordered by: as they were asked for, the fastest of each first; or the cheapest first."""
@@ -64,6 +72,10 @@ class AdviceQuestion:
     """What FLOPs the table's TFLOP/s and MFU count: one of `FLOP_CONVENTIONS`."""
     rank: str = RANKINGS[0]
     """What sections are ordered by: one of `RANKINGS`."""
+    not_given: tuple[str, ...] = ()
+    """Which of `ASSUMED_KEYS` nobody typed."""
+    layouts: str = LAYOUT_CHOICES[0]
+    """Whether layouts are searched beside FSDP alone: one of `LAYOUT_CHOICES`."""
 
     def list_sections(self) -> Iterator[RunSettings]:
         """The settings of every table."""
@@ -104,6 +116,7 @@ def read_question(
         else:
             overrides.append(argument)
     values_by_key = _parse_overrides(overrides)
+    given_groups = {_extract_group(key) for key, values in values_by_key.items() if values != ["auto"]}
     if "hardware" not in values_by_key or values_by_key["hardware"] == ["auto"]:
         cluster_fields = compose_config({key: values[0] for key, values in values_by_key.items() if key == "cluster"})[
             "cluster"
@@ -123,6 +136,18 @@ def read_question(
         max_rows=_parse_max_rows(chosen_options.get("top")),
         flops=_parse_flops(chosen_options.get("flops")),
         rank=_parse_ranking(chosen_options),
+        not_given=tuple(key for key in ASSUMED_KEYS if key not in given_groups),
+        layouts=_parse_layouts(chosen_options.get("layouts")),
+    )
+
+
+def _require_model(question: AdviceQuestion, command: str) -> AdviceQuestion:
+    """Raise `UsageError` where no model was given: nobody asks about the smallest one of the suite's own sweeps."""
+    if "model" in question.fixed_settings or "model" in question.section_axes:
+        return question
+    raise UsageError(
+        f"model is not given: choose model=NAME, one of {', '.join(list_config_groups()['model'])}, for example python "
+        f"-m bench.{command} model=llama3_8b gpus=8 hardware=h100_80gb."
     )
 
 
@@ -166,6 +191,11 @@ def _parse_ranking(options: Mapping[str, str | None]) -> str:
     if ranking == "cost" and options.get("price") is None:
         raise UsageError("rank=cost is not valid without a price: choose price=2.5 (dollars per GPU-hour) or an offer.")
     return ranking
+
+
+def _parse_layouts(text: str | None) -> str:
+    require_choice("layouts", text or LAYOUT_CHOICES[0], LAYOUT_CHOICES)
+    return text or LAYOUT_CHOICES[0]
 
 
 def _parse_tokens(text: str | None) -> float | None:
@@ -228,19 +258,26 @@ examples:
   python -m bench.predict model=t5_2b gpus=16 hardware=h100_80gb network=aws_p5,8x200Gb,nvlink4+ethernet_100
   python -m bench.predict model=t5_2b gpus=8 hardware=like:a100_80gb hardware.memory_gb=96 hardware.peak_tflops.bf16=400
   python -m bench.predict device mine memory_gb=96 bf16_tflops=400 bandwidth=2400
+  python -m bench.predict model=llama3_70b gpus=512 hardware=h100_80gb sequence_length=8192 global_batch=4M_tokens
+  python -m bench.predict map model=llama3_8b,llama3_70b gpus=64,512 hardware=h100_80gb sequence_length=8192
   python -m bench.predict validate
 
-Every field of every group under conf/ can be set, as in bench.sweep. What is set is fixed; strategy, sharding factor,
+Every field of every group can be set, as in bench.sweep, whose --help names them all. What is set is fixed; strategy,
+sharding factor,
 reshard_after_forward and activation_checkpointing are varied where they are not, each at the largest batch that fits.
 global_batch=512 (sequences) or 4M_tokens compares all at one global batch.
+On more than 64 GPUs, where state is large or nothing fits, and with fewer sequences than GPUs, layouts with tensor,
+pipeline, context and expert parallelism are searched beside, at one global batch (4M tokens unless it is given):
+layouts=all always does so, layouts=none never.
 Commas give several values. The options below can be written key=value too.
 
 exit code: 0 something may fit, 1 nothing does, 2 bad input.
 
 --format json, stable keys (what is unknown is null):
   format, tokens, prices[], pue, power_share, sections[], left_out[]
-  sections[]: question (with network: what is assumed of the links), advice, warnings[], ranked[], infeasible[],
-    impossible[], rules_of_thumb[]
+  sections[]: question (with network: what is assumed of the links, and not_given), advice, warnings[], ranked[],
+    infeasible[], impossible[], rules_of_thumb[], layouts{text, is_layout_best, global_sequences, best_layout_step_s,
+    alone_step_s, num_layouts, num_predicted, num_too_large, num_too_slow}
   ranked[], infeasible[]: rank, status, overrides, strategy, sharding_factor, precision, activation_checkpointing,
     batch_size_per_gpu, largest_batch_per_gpu, tflops_per_gpu, mfu, causal_tflops_per_gpu, causal_mfu,
     tokens_per_second_per_gpu, tokens_per_second,
@@ -265,7 +302,7 @@ batch_size_per_gpu says otherwise. `names` prints a line on every strategy that 
 exit code: 0 something may fit, 1 nothing does, 2 bad input.
 
 --format json, stable keys (what is unknown is null):
-  format, source, cases[]: question (with network), steps[], leaf, ranking, agrees, agreement, may_fit
+  format, source, cases[]: question (with network), steps[], leaf, ranking, layouts, agrees, agreement, may_fit
   steps[]: number, key, question, answer, because, numbers[]{name, value, unit}, threshold{name, value, unit}, source,
     assumed
   leaf: name, advice, ways[]{name, remark, settings, fits, why_not_predicted, run, predict, best}
@@ -281,6 +318,8 @@ BUDGET_OPTIONS = {
     "power_share": ("NUMBER", "of its board power that a GPU draws (default: all, an upper bound)"),
 }
 """What a training takes: name, and what its help says."""
+
+LAYOUTS_OPTION = ("|".join(LAYOUT_CHOICES), "search layouts of several kinds of parallelism (default: auto)")
 
 QuestionT = TypeVar("QuestionT")
 AnswerT = TypeVar("AnswerT")
@@ -302,6 +341,7 @@ def parse_predict_arguments(arguments: Sequence[str], description: str | None) -
         "timeline": ("FILE", "the best row's step: .png, .svg, or a trace as .json"),
         "format": ("table|json|csv", "default: table"),
         "top": ("ROWS|all", "most rows of a table (default: 20)"),
+        "layouts": LAYOUTS_OPTION,
         "flops": ("|".join(FLOP_CONVENTIONS), "what the table's TFLOP/s and MFU count (default: model)"),
     }
     for name, (metavar, help_text) in options_help.items():
@@ -311,7 +351,7 @@ def parse_predict_arguments(arguments: Sequence[str], description: str | None) -
         ["details=true" if argument == "explain" else argument for argument in arguments]
     )
     option_values = {name: getattr(options, name) for name in (*options_help, "details")}
-    return read_question(options.overrides, option_values, detect_device())
+    return _require_model(read_question(options.overrides, option_values, detect_device()), "predict")
 
 
 def parse_advise_arguments(arguments: Sequence[str], description: str | None) -> tuple[AdviceQuestion | None, str]:
@@ -324,7 +364,8 @@ def parse_advise_arguments(arguments: Sequence[str], description: str | None) ->
     """
     parser = _build_question_parser("advise", description, ADVISE_EPILOG)
     parser.add_argument("--format", metavar="|".join(ADVISE_FORMATS), help="default: text; also format=json")
-    for name, (metavar, help_text) in BUDGET_OPTIONS.items():
+    advise_options = {**BUDGET_OPTIONS, "layouts": LAYOUTS_OPTION}
+    for name, (metavar, help_text) in advise_options.items():
         parser.add_argument(f"--{name}", metavar=metavar, help=help_text)
     options = parser.parse_intermixed_args(arguments)
     if options.overrides == ["names"]:
@@ -333,8 +374,8 @@ def parse_advise_arguments(arguments: Sequence[str], description: str | None) ->
     output_format = (given_formats or [options.format or ADVISE_FORMATS[0]])[-1]
     require_choice("format", output_format, ADVISE_FORMATS)
     overrides = [override for override in options.overrides if not override.startswith("format=")]
-    budget_options = {name: getattr(options, name) for name in BUDGET_OPTIONS}
-    return read_question(overrides, budget_options, detect_device()), output_format
+    option_values = {name: getattr(options, name) for name in advise_options}
+    return _require_model(read_question(overrides, option_values, detect_device()), "advise"), output_format
 
 
 def _build_question_parser(command: str, description: str | None, epilog: str) -> argparse.ArgumentParser:
@@ -348,8 +389,5 @@ def answer_with_progress(
     answer_question: Callable[[QuestionT, Callable[[str], None]], AnswerT], question: QuestionT
 ) -> AnswerT:
     """The answer, with a line on the terminal as long as it takes."""
-    error_console = PlainConsole(stderr=True)
-    if not error_console.is_terminal:
-        return answer_question(question, lambda message: None)
-    with error_console.status("predicting") as status:
-        return answer_question(question, status.update)
+    with show_progress(PlainConsole(stderr=True), "predicting") as line:
+        return answer_question(question, line.show)

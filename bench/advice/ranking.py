@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,10 +44,20 @@ class RankedCandidate:
         return self.prediction.memory.verdict in (FITS, None)
 
     @property
-    def tokens_per_step(self) -> int:
+    def tokens_per_step(self) -> float:
         """Tokens one rank reads in one optimizer step."""
         config = self.config
-        return config.tokens_per_step // config.gpus
+        return config.tokens_per_step / config.gpus
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of an optimizer step; infinite where the hardware's speed is unknown."""
+        return math.inf if self.prediction.time is None else self.prediction.time.step_s.value
+
+    @property
+    def compute_s(self) -> float:
+        """Of these, what a rank computes."""
+        return 0.0 if self.prediction.time is None else self.prediction.time.compute_s
 
     @functools.cached_property
     def _speed_columns(self) -> dict[str, Any]:

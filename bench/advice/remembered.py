@@ -18,6 +18,7 @@ from typing import TextIO
 
 from bench.core.installation import DATA_FOLDER, PACKAGE_FOLDER
 from bench.core.plugins import ENTRY_POINT_GROUPS, list_entry_points
+from bench.core.processes import collect_garbage_rarely
 from bench.prediction.cache import compute_code_hash, find_cache_folder, read_entries, write_entries
 
 ENTRY_KIND = "answer"
@@ -30,7 +31,7 @@ TERMINAL_VARIABLES = ("TERM", "COLORTERM", "COLUMNS", "LINES", "NO_COLOR", "FORC
 PLAIN_VALUE = re.compile(r"[\w+-]*|[-+]?[\d.]+([eE][-+]?\d+)?")
 """A name or a number: no path, module or interpolation, behind which something may change."""
 
-UNREMEMBERED_OPTIONS = ("timeline", "--timeline", "validate", "device", "hardware=auto")
+UNREMEMBERED_OPTIONS = ("timeline", "--timeline", "figure", "--figure", "validate", "device", "hardware=auto")
 
 SOURCE_FOLDERS = (PACKAGE_FOLDER, DATA_FOLDER / "conf", DATA_FOLDER / "results" / "predicted")
 """All code and data that an answer may follow from."""
@@ -48,6 +49,7 @@ def answer_or_remember(command: str, main: Callable[[], int]) -> int:
     main: callable
         Answers and prints; returns the exit code. 0 and 1 are answers.
     """
+    collect_garbage_rarely()
     key = _build_key(command, sys.argv[1:])
     if key is None:
         return main()

@@ -98,6 +98,17 @@ def describe_assumed_network(config: RunConfig, settings: RunSettings) -> str:
     return describe_network(config.hardware, config.gpus, config.gpus_per_node, changed_links)
 
 
+def describe_not_given(config: RunConfig, keys: Sequence[str], pattern: str = " (not given: {})") -> str:
+    """`` (not given: precision=bf16)``: settings that nobody typed, and what they are; empty where there are none."""
+    values = {
+        "hardware": config.hardware.name,
+        "precision": config.precision.name,
+        "sequence_length": config.sequence_length,
+        "gpus": config.gpus,
+    }
+    return pattern.format(", ".join(f"{key}={values[key]}" for key in keys)) if keys else ""
+
+
 def choose_recommended(fitting: Sequence[RankedCandidate]) -> RankedCandidate:
     """The fastest, or a whole copy per GPU where that is as good: it is simpler."""
     replicated = _find_replicated(fitting)

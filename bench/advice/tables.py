@@ -12,17 +12,21 @@ from rich.text import Text
 from bench.advice.answer import AdviceAnswer, AdviceSection, RuleComparison
 from bench.advice.budget import TrainingBudget
 from bench.advice.cost_tables import CandidateColumn, build_cost_table, list_budget_columns
+from bench.advice.layouts.sentence import describe_thresholds
 from bench.advice.misfits import count_state_bytes, describe_misfit, is_too_large_at_any_batch, list_notes
 from bench.advice.ranking import CandidateRanking, RankedCandidate
-from bench.advice.sentence import describe_assumed_network
+from bench.advice.sentence import describe_assumed_network, describe_not_given
 from bench.advice.wording import (
     MEMORY_PART_LABELS,
     NO_RESHARD_SUFFIX,
     describe_missing_time,
+    format_accumulation,
+    format_batch,
     format_gib,
     format_overrides,
     format_percent,
     format_strategy,
+    format_strategy_name,
 )
 from bench.config.flop_conventions import compute_convention_tflops
 from bench.config.run_config import RunConfig
@@ -32,9 +36,6 @@ from bench.prediction.prediction import FITS, TOO_CLOSE, PredictedRange
 from bench.prediction.prediction import MEMORY_PARTS as ALL_PARTS
 
 FIT_STYLES = {FITS: "green", TOO_CLOSE: "yellow"}
-
-ASSUMED_KEYS = ("model", "hardware", "gpus", "sequence_length")
-"""What a person is told where it was not given."""
 
 
 def build_answer_tables(
@@ -52,6 +53,8 @@ def build_answer_tables(
         renderables += [*build_section_tables(section, budget, max_rows, flops), Text()]
     if budget.cost_terms.offers and len(answer.sections) > 1:
         renderables += [build_cost_table(answer.sections, budget), Text()]
+    thresholds = describe_thresholds([(section.settings, section.layouts) for section in answer.sections])
+    renderables += [item for sentence in thresholds for item in (Text(sentence), Text())]
     renderables += [
         Text(f"Not possible: {question}: {reason}", style="yellow") for question, reason in answer.skipped_sections
     ]
@@ -66,6 +69,7 @@ def build_section_tables(
         Text(describe_assumed_network(section.ranking.top_candidate.config, section.settings)),
         Text(_format_heading(section), style="bold"),
         Text(section.advice),
+        *([Text(section.layouts_text)] if section.layouts_text else []),
     ]
     unique_notes = list(
         dict.fromkeys(note for candidate in section.ranking.possible for note in list_notes(candidate.config))
@@ -89,14 +93,11 @@ def _format_heading(section: AdviceSection) -> str:
     capacity = section.ranking.top_candidate.prediction.memory.capacity
     memory_text = "memory unknown" if capacity is None else f"{format_gib(capacity)} GiB each for the allocator"
     per_node_text = f", {config.gpus_per_node} per node" if config.nodes > 1 else ""
-    given_keys = {key.partition(".")[0] for key in section.settings}
-    assumed_keys = [key for key in ("sequence_length", "gpus") if key not in given_keys]
-    assumed_text = f" (not given: {' and '.join(assumed_keys)})" if assumed_keys else ""
     return (
         f"{config.model.name}, {presentation.format_count(config.model.num_parameters)} parameters, on "
         f"{presentation.format_ranks(config.gpus, config.hardware.device)} {config.hardware.name} "
         f"({memory_text}{per_node_text}), "
-        f"{config.sequence_length} tokens per sequence{assumed_text}"
+        f"{config.sequence_length} tokens per sequence{describe_not_given(config, section.not_given)}"
     )
 
 
@@ -113,6 +114,8 @@ COLLAPSIBLE_COLUMNS = (
     "limited by",
 )
 """Columns that are no column where all rows say the same."""
+
+OMITTED_WITH_LAYOUTS = ("TFLOP/s", "tokens/step", "largest")
 
 OMITTED_VALUES = (("accumulate", "1"), ("compile", "false"))
 """What is not even told."""
@@ -144,15 +147,15 @@ def _format_share(share: float | None) -> str:
 
 def _list_columns(budget: TrainingBudget, flops: str) -> list[CandidateColumn]:
     columns: list[CandidateColumn] = [
-        ("strategy", False, lambda candidate: candidate.config.strategy.name),
+        ("strategy", False, lambda candidate: format_strategy_name(candidate.config)),
         ("F", True, lambda candidate: str(candidate.config.strategy.resolved_sharding_factor)),
         ("reshard", False, lambda candidate: format_reshard(candidate.config)),
         ("offloaded", False, lambda candidate: candidate.config.strategy.offloaded_state or MISSING),
         ("precision", False, lambda candidate: candidate.config.precision.name),
         ("checkpoint", False, lambda candidate: candidate.config.activation_checkpointing),
-        ("accumulate", True, lambda candidate: str(candidate.config.gradient_accumulation)),
+        ("accumulate", True, lambda candidate: format_accumulation(candidate.config)),
         ("compile", False, lambda candidate: str(candidate.config.compile).lower()),
-        ("batch", True, lambda candidate: str(candidate.config.batch_size_per_gpu)),
+        ("batch", True, lambda candidate: format_batch(candidate.config)),
         (
             "largest",
             True,
@@ -164,7 +167,7 @@ def _list_columns(budget: TrainingBudget, flops: str) -> list[CandidateColumn]:
         (
             "tokens/step",
             True,
-            lambda candidate: presentation.format_count(candidate.tokens_per_step * candidate.config.gpus),
+            lambda candidate: presentation.format_count(candidate.config.tokens_per_step),
         ),
         ("ms/step", True, _format_step_time),
         ("GiB", True, lambda candidate: format_gib(candidate.prediction.memory.reserved.value)),
@@ -223,14 +226,15 @@ def _build_ranked_table(
     shown_candidates = candidates[:max_rows]
     shown_columns: list[CandidateColumn] = []
     constant_values: list[str] = []
+    has_layouts = any(candidate.config.strategy.name == "mesh" for candidate in candidates)
     for column in _list_columns(budget, flops):
         heading, _, format_cell = column
         cells = {format_cell(candidate) for candidate in shown_candidates}
         if heading == "largest" and all(
-            candidate.largest_batch == candidate.config.batch_size_per_gpu for candidate in candidates
+            candidate.largest_batch in (None, candidate.config.batch_size_per_gpu) for candidate in candidates
         ):
             continue
-        if cells == {MISSING}:
+        if cells == {MISSING} or (has_layouts and heading.partition(" ")[0] in OMITTED_WITH_LAYOUTS):
             continue
         if len(cells) > 1 or heading not in COLLAPSIBLE_COLUMNS:
             shown_columns.append(column)

@@ -41,6 +41,25 @@ def format_strategy(config: RunConfig) -> str:
     return label + (NO_RESHARD_SUFFIX if resharded_strategy != effective_strategy else "") + offload_suffix
 
 
+def format_strategy_name(config: RunConfig) -> str:
+    """``fsdp``; of a mesh its degrees and schedule: ``pp4-fsdp16-tp8+1f1b``."""
+    effective_strategy = config.strategy.describe_effective_strategy(config.gpus)
+    name, _, layout = effective_strategy.partition("/")
+    return layout.removesuffix("+sequence") if name == "mesh" else config.strategy.name
+
+
+def format_accumulation(config: RunConfig) -> str:
+    """Micro-batches; ``8 sync`` where gradients are reduced after each."""
+    count = config.gradient_accumulation
+    return f"{count} sync" if count > 1 and config.gradient_accumulation_sync else str(count)
+
+
+def format_batch(config: RunConfig) -> str:
+    """Sequences per GPU and micro-batch; ``1/8`` where 8 ranks read one together."""
+    ranks = config.strategy.num_ranks_per_batch
+    return str(config.batch_size_per_gpu) if ranks == 1 else f"{config.batch_size_per_gpu}/{ranks}"
+
+
 def format_gib(size_bytes: float) -> str:
     """Bytes in GiB, without the unit."""
     return format_number(size_bytes / GIB)

@@ -1,6 +1,6 @@
 """Regressions: two sets of rows compared, levels that change over commits, and how sure either is.
 
-Pure functions on records, whatever reads or shows them.
+Pure functions on records, whatever reads or shows them; `interleaved_runs` makes the runs of two versions of the code.
 """
 
 from bench.comparison.comparing import compare_records

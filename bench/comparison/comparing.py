@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from bench.comparison import hosts, timing
+from bench.comparison import hosts, status_and_memory, timing
 from bench.comparison.hosts import MACHINE_FACTS, SOFTWARE_FACTS, EnvironmentDifference
 from bench.comparison.notes import (
     format_sentence,
@@ -139,16 +140,19 @@ def _name_pairs(pairs: Sequence[ConfigurationRuns]) -> list[str]:
 
 def _compare_pair(pair: ConfigurationRuns, settings: ComparisonSettings) -> _ComparedPair:
     """Everything but the verdict on the time, which all configurations share the error rate of."""
-    sides = timing.select_results(pair.base), timing.select_results(pair.candidate)
+    sides = status_and_memory.select_results(pair.base), status_and_memory.select_results(pair.candidate)
     machine_differences = tuple(hosts.find_differences(pair.base, pair.candidate, MACHINE_FACTS))
     is_time_blocked = bool(machine_differences) and not settings.across_machines
     is_memory_blocked = is_time_blocked and any(difference.memory for difference in machine_differences)
     notes = [*list_left_out(pair), *list_other_differences(sides)]
-    changes = [timing.compare_statuses(*sides)]
+    changes = [status_and_memory.compare_statuses(*sides)]
     times: StepTimes | None = None
     values = [[row[STEP_TIME.column] for row in side if _has_valid_time(row)] for side in sides]
     if all(values) and not is_time_blocked:
-        times = StepTimes(tuple(values[0]), tuple(values[1]), pair.evidence == "predicted")
+        timed_sides = [[row for row in side if _has_valid_time(row)] for side in sides]
+        times = StepTimes(
+            tuple(values[0]), tuple(values[1]), pair.evidence == "predicted", is_interleaved(*timed_sides)
+        )
     elif all(values):
         changes.append(_build_unjudged_change(STEP_TIME, *values))
     elif all(any(row["status"] == "ok" and row.get(STEP_TIME.column) is not None for row in side) for side in sides):
@@ -156,11 +160,26 @@ def _compare_pair(pair: ConfigurationRuns, settings: ComparisonSettings) -> _Com
     for quantity, threshold in ((ALLOCATED, settings.memory_threshold), (RESERVED, settings.reserved_threshold)):
         values = [[float(row[quantity.column]) for row in side if _has_memory(row, quantity)] for side in sides]
         if all(values):
-            changes.append(timing.compare_memory(quantity, values[0], values[1], threshold))
+            changes.append(status_and_memory.compare_memory(quantity, values[0], values[1], threshold))
     if is_memory_blocked:
         changes = [_withhold_verdict(change) for change in changes]
     is_comparable = bool(sides[0] and sides[1]) and not is_memory_blocked
     return _ComparedPair(pair, machine_differences, tuple(changes), times, tuple(notes), is_comparable)
+
+
+def is_interleaved(base: Sequence[Record], candidate: Sequence[Record]) -> bool:
+    """Whether runs were made in turn: sorted by their start, every two that follow each other are one of each side."""
+    starts = [[str(row.get("started_at") or "") for row in side] for side in (base, candidate)]
+    if len(base) != len(candidate) or not all(all(side) for side in starts):
+        return False
+    if {(row["run_id"], row.get("attempt"), row["started_at"]) for row in base} & {
+        (row["run_id"], row.get("attempt"), row["started_at"]) for row in candidate
+    }:
+        return False  # a store beside itself
+    rounds = list(zip(*(sorted(side) for side in starts), strict=True))
+    return all(min(pair) < max(pair) for pair in rounds) and all(
+        max(former) <= min(latter) for former, latter in itertools.pairwise(rounds)
+    )
 
 
 def _has_valid_time(row: Record) -> bool:
@@ -246,8 +265,11 @@ def _build_overall(
                 verdict = REGRESSION if mean_change.change * quantity.worse_direction > 0 else IMPROVEMENT
                 verdict = verdict if any(change.verdict == verdict for change in judged_changes) else CANNOT_TELL
             changes.append(replace(mean_change, verdict=verdict))
-    verdict = _decide_verdict(rows, [OverallComparison(evidence, len(rows), "", tuple(changes))])
-    return OverallComparison(evidence, len(rows), verdict, tuple(changes))
+    # of all together, not of any one: a configuration's own verdict is in its row
+    verdicts = [change.verdict for change in changes] or [NO_CHANGE]
+    if CANNOT_TELL not in verdicts and any(row["status"].verdict != NO_CHANGE for row in rows):
+        verdicts.append(CANNOT_TELL)
+    return OverallComparison(evidence, len(rows), find_worst_verdict(verdicts), tuple(changes))
 
 
 def _compute_mean_change(quantity: ComparedQuantity, ratios: Sequence[float]) -> QuantityChange:

@@ -12,7 +12,7 @@ import numpy as np
 import ruptures
 from scipy import stats
 
-from bench.comparison import hosts, timing
+from bench.comparison import hosts, status_and_memory
 from bench.comparison.hosts import MACHINE_FACTS, SOFTWARE_FACTS, EnvironmentDifference
 from bench.comparison.pairing import group_by_device, select_matchable_rows
 from bench.comparison.result import (
@@ -257,7 +257,7 @@ def build_histories(records: Sequence[Record], settings: ComparisonSettings | No
 def _group_rows(records: Sequence[Record]) -> list[tuple[str, ConfigKey, str, list[Record]]]:
     """Rows that are results, by kind of evidence, configuration and device, in order of time."""
     rows_by_question: dict[tuple[str, str], list[Record]] = {}
-    for row in timing.select_results(select_matchable_rows(records)):
+    for row in status_and_memory.select_results(select_matchable_rows(records)):
         rows_by_question.setdefault((row["evidence"], encode_config_key(build_run_key(row) or {})), []).append(row)
     return [
         (evidence, build_run_key(rows[0]) or {}, device, device_rows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from bench.comparison import timing
+from bench.comparison import status_and_memory
 from bench.comparison.hosts import EnvironmentDifference
 from bench.comparison.pairing import PUBLISHED, ConfigurationRuns
 from bench.comparison.result import (
@@ -18,6 +18,7 @@ from bench.comparison.result import (
     ComparedConfiguration,
     ComparisonSettings,
     OverallComparison,
+    describe_exclusion,
     format_percent,
 )
 from bench.records import Record
@@ -32,7 +33,7 @@ def list_left_out(pair: ConfigurationRuns) -> list[str]:
         num_degraded = sum(bool(row.get("degraded")) for row in rows)
         if num_degraded:
             notes.append(f"{num_degraded} of {len(rows)} {side} runs degraded: time left out")
-        status_counts = Counter(row["status"] for row in rows if row["status"] in timing.NO_RESULT_STATUSES)
+        status_counts = Counter(row["status"] for row in rows if row["status"] in status_and_memory.NO_RESULT_STATUSES)
         notes += [f"{count} of {len(rows)} {side} runs {status}: no result" for status, count in status_counts.items()]
     return notes
 
@@ -113,7 +114,10 @@ def format_sentence(
             interval_text = ""
             if time_change.low is not None and time_change.high is not None:
                 ends_text = f"{format_percent(time_change.low)} to {format_percent(time_change.high)}"
-                interval_text = f" ({format_percent(settings.confidence, signed=False)} interval {ends_text})"
+                interval_text = (
+                    f" ({format_percent(settings.confidence, signed=False)} interval {ends_text}, which "
+                    f"{describe_exclusion(time_change)})"
+                )
             evidence_text = "" if len(overall) == 1 else f" ({kind_overall.evidence})"
             text += f" Step time{evidence_text} {format_percent(time_change.change)}{interval_text}."
     return text

@@ -32,6 +32,8 @@ class ComparisonSettings:
     """Level of the confidence intervals, which are not corrected for the number of comparisons."""
     across_machines: bool = False
     """Compare although the machines differ."""
+    strict: bool = False
+    """What cannot be told fails, as a regression does."""
 
     def __post_init__(self) -> None:
         for name in ("threshold", "memory_threshold", "reserved_threshold"):
@@ -166,6 +168,17 @@ class QuantityChange:
     """Slowdown that would be found 95 times in 100 with so many runs and this spread."""
 
 
+def describe_exclusion(change: QuantityChange) -> str:
+    """What the confidence interval of a time leaves out: "excludes no change: slower by at least 2.1 %"."""
+    if change.low is None or change.high is None:
+        return ""
+    if change.low > 0 or change.high < 0:
+        word, bound = ("slower", change.low) if change.low > 0 else ("faster", -change.high)
+        return f"excludes no change: {word} by at least {format_percent(bound, signed=False)}"
+    slowdown, speedup = (format_percent(abs(bound), signed=False) for bound in (change.high, change.low))
+    return f"excludes more than {slowdown} slower and more than {speedup} faster"
+
+
 @dataclass(frozen=True)
 class ComparedConfiguration:
     """One configuration that both sides have."""
@@ -241,8 +254,11 @@ class RunComparison:
 
     @property
     def exit_code(self) -> int:
-        """0 no regression, 1 regression, 2 nothing comparable."""
-        return 2 if not self.comparable else int(self.verdict == REGRESSION)
+        """0 no regression, 1 regression (with `strict` also where something cannot be told), 2 nothing comparable."""
+        if not self.comparable:
+            return 2
+        is_open = self.verdict == CANNOT_TELL or any(row.verdict == CANNOT_TELL for row in self.rows)
+        return int(self.verdict == REGRESSION or (self.settings.strict and is_open))
 
     def list_with_verdict(self, verdict: str) -> list[ComparedConfiguration]:
         """The configurations with a verdict."""

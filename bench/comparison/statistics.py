@@ -150,6 +150,30 @@ def pool_shifts(value_pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) 
     return LogShift(log_change, standard_error, degrees, standard_error / error_factor)
 
 
+def pool_paired_shifts(value_pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> LogShift:
+    """The mean shift of several configurations whose base and candidate runs were made in turn, round by round.
+
+    The k-th runs of all configurations are the k-th round. A machine that drifts is about as fast for both sides of a
+    round, so what counts is the scatter of the rounds' differences, each the mean over the configurations. The standard
+    error is that, or the one for configurations that scatter independently if it is larger.
+
+    Parameters
+    ----------
+    value_pairs: sequence of pairs
+        Times of base and candidate of every configuration, equally many of all, in the order of the rounds.
+    """
+    differences = np.array([np.log(candidate) - np.log(base) for base, candidate in value_pairs])
+    num_configurations, num_rounds = differences.shape
+    log_change = float(differences.mean())
+    if num_rounds < 2:
+        return LogShift(log_change, float("nan"), 0, float("nan"))
+    round_variance = float(differences.mean(axis=0).var(ddof=1)) / num_rounds
+    independent_variance = float(differences.var(axis=1, ddof=1).sum()) / num_rounds / num_configurations**2
+    standard_error = math.sqrt(max(round_variance, independent_variance))
+    error_factor = compute_error_factor(num_rounds, num_rounds)
+    return LogShift(log_change, standard_error, num_rounds - 1, standard_error / error_factor)
+
+
 def correct_p_values(p_values: Sequence[float]) -> list[float]:
     """p values corrected for their number, so that the smallest of them is no more often below a level than one is.
 

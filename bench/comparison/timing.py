@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from statistics import median
 
 import numpy as np
-from scipy import stats
 
 from bench.comparison import statistics
 from bench.comparison.result import (
@@ -19,7 +16,6 @@ from bench.comparison.result import (
     REGRESSION,
     STEP_TIME,
     TFLOPS,
-    ComparedQuantity,
     ComparisonSettings,
     QuantityChange,
     format_percent,
@@ -30,7 +26,6 @@ from bench.comparison.statistics import (
     compute_detectable_slowdown,
     compute_regression_probability,
 )
-from bench.records import Record
 
 DETECTION_POWER = 0.95
 """How often a detectable slowdown is found."""
@@ -46,6 +41,13 @@ class StepTimes:
     candidate: tuple[float, ...]
     is_exact: bool = False
     """Nothing ran, so nothing scatters: predictions."""
+    is_interleaved: bool = False
+    """The k-th runs of both sides were made one after the other, for every k."""
+
+
+MIN_ROUNDS = 5
+"""Rounds of base and candidate in turn from which on their differences are judged: of fewer the spread is hardly known,
+and the runs of both sides, whose spread a drift makes larger, are taken as if they had been made in any order."""
 
 
 @dataclass(frozen=True)
@@ -60,9 +62,10 @@ class TimeJudgement:
     verdict: str
 
 
-OVERALL_ALARM_SHARE, CONFIGURATION_ALARM_SHARE = 0.1, 0.6
-"""Shares of the false alarms that all configurations together may take (a common shift is easily found), and that each
-of them may. The rest is kept back: spreads that inform each other differ, which costs up to half as many again."""
+OVERALL_ALARM_SHARE, CONFIGURATION_ALARM_SHARE = 0.5, 0.33
+"""Shares of the false alarms that all configurations together may take (an upgrade mostly changes all of them), and
+that the configurations may. The rest is kept back: spreads that inform each other differ, which costs up to half as
+many again."""
 
 SINGLE_LEVEL_FACTOR, QUIET_LEVEL_FACTOR = 0.9, 1.4
 """The level of a single configuration over `ComparisonSettings.false_alarms`, and the same where its runs scatter by no
@@ -140,7 +143,14 @@ def judge_times(
     if len(times) == 1:
         return judgements, judgements[0]
     usable_times = [times[index] for index in tested_indices] or times
-    pooled_shift = statistics.pool_shifts([(step_times.base, step_times.candidate) for step_times in usable_times])
+    run_counts = {len(side) for step_times in usable_times for side in (step_times.base, step_times.candidate)}
+    are_rounds = (
+        all(step_times.is_interleaved for step_times in usable_times)
+        and len(run_counts) == 1
+        and min(run_counts) >= MIN_ROUNDS
+    )
+    pool_shifts = statistics.pool_paired_shifts if are_rounds else statistics.pool_shifts
+    pooled_shift = pool_shifts([(step_times.base, step_times.candidate) for step_times in usable_times])
     p = pooled_shift.compute_p_value(1 if pooled_shift.log_change >= 0 else -1)
     level = OVERALL_ALARM_SHARE * settings.false_alarms
     is_exact = all(step_times.is_exact for step_times in times)
@@ -197,6 +207,45 @@ def compare_times(
     return changes, replace(overall_change, base=None, candidate=None)
 
 
+MAX_DECIDING_RUNS = 1000
+"""Runs of a side beyond which nobody would go on."""
+
+
+def count_deciding_runs(
+    judgement: TimeJudgement, criterion: RegressionCriterion, settings: ComparisonSettings
+) -> int | None:
+    """Runs of each side that would probably decide it, if change and spread are what these runs show.
+
+    That is the smallest number with which a change of this size is called 95 times in 100, or the confidence interval
+    around it lies within the margin, so that it is "no change". None beyond `MAX_DECIDING_RUNS`.
+    """
+    log_change, spread = abs(judgement.shift.log_change), judgement.shift.spread
+    counts = [*range(2, 40), *(round(40 * 1.1**power) for power in range(35) if 40 * 1.1**power <= MAX_DECIDING_RUNS)]
+    for runs in counts:
+        error = spread * statistics.compute_error_factor(runs, runs)
+        half_width = statistics.compute_critical_value((1 - settings.confidence) / 2, 2 * runs - 2) * error
+        if log_change + half_width <= math.log1p(settings.margin):
+            return runs
+        if log_change >= math.log1p(settings.threshold) and (
+            compute_regression_probability(math.expm1(log_change), spread, runs, runs, criterion) >= DETECTION_POWER
+        ):
+            return runs
+    return None
+
+
+def _describe_deciding_runs(
+    times: StepTimes, judgement: TimeJudgement, criterion: RegressionCriterion, settings: ComparisonSettings
+) -> str:
+    """What would decide it, in words."""
+    runs = count_deciding_runs(judgement, criterion, settings)
+    fewest = min(len(times.base), len(times.candidate))
+    if runs is None:
+        return f"not even {MAX_DECIDING_RUNS:,} runs of each side would decide it"
+    if runs <= fewest:
+        return "as many runs again would probably decide it"
+    return f"{runs - fewest} more runs of each side would probably decide it (sweep.repeats={runs})"
+
+
 def _build_change(
     times: StepTimes, judgement: TimeJudgement, criterion: RegressionCriterion, settings: ComparisonSettings
 ) -> QuantityChange:
@@ -212,7 +261,14 @@ def _build_change(
     return QuantityChange(
         STEP_TIME.column,
         judgement.verdict,
-        _format_reason(judgement, detectable, is_exact=times.is_exact),
+        _format_reason(
+            judgement,
+            detectable,
+            _describe_deciding_runs(times, judgement, criterion, settings)
+            if is_tested and judgement.verdict == CANNOT_TELL
+            else "",
+            is_exact=times.is_exact,
+        ),
         float(np.exp(np.mean(np.log(times.base)))),
         float(np.exp(np.mean(np.log(times.candidate)))),
         len(times.base),
@@ -226,7 +282,7 @@ def _build_change(
     )
 
 
-def _format_reason(judgement: TimeJudgement, detectable: float | None, *, is_exact: bool) -> str:
+def _format_reason(judgement: TimeJudgement, detectable: float | None, decided_by: str, *, is_exact: bool) -> str:
     if judgement.verdict in (REGRESSION, IMPROVEMENT):
         return f"step time {format_percent(judgement.shift.change)}"
     if judgement.verdict == NO_CHANGE or is_exact:
@@ -235,9 +291,10 @@ def _format_reason(judgement: TimeJudgement, detectable: float | None, *, is_exa
         return TOO_FEW_RUNS_REASON
     scatter_text = f"runs scatter by {format_percent(judgement.shift.spread, signed=False)}"
     if detectable is None:
-        return scatter_text
+        return f"{scatter_text}; {decided_by}"
     return (
-        f"{scatter_text}: only a slowdown of {format_percent(detectable, signed=False)} would be found 95 times in 100"
+        f"{scatter_text}: only a slowdown of {format_percent(detectable, signed=False)} would be found 95 times in "
+        f"100; {decided_by}"
     )
 
 
@@ -259,107 +316,6 @@ def compare_throughput(
         low=low,
         high=high,
         detectable=None,
-    )
-
-
-# --- Verdicts on one configuration's status and memory; those on its times are in `timing`. Pure functions.
-
-NO_RESULT_STATUSES = ("preempted", "skipped")
-"""Statuses that say nothing of the run: it was taken away, or never started."""
-
-FLAKY_SIGNIFICANCE_LEVEL = 0.05
-"""Significance of a difference between runs of which some end well and some do not (Fisher's exact test)."""
-
-
-def select_results(records: Sequence[Record]) -> list[Record]:
-    """The rows that are results."""
-    return [record for record in records if record["status"] not in NO_RESULT_STATUSES]
-
-
-def compare_statuses(base: Sequence[Record], candidate: Sequence[Record]) -> QuantityChange:
-    """What became of the runs: all of them ending otherwise than before is a change, whatever their number.
-
-    Where some runs of one side end well and some do not (flaky), only a difference that is significant counts.
-    """
-    side_statuses = [[record["status"] for record in side] for side in (base, candidate)]
-    status_texts = [_format_statuses(statuses) for statuses in side_statuses]
-    ok_counts = [statuses.count("ok") for statuses in side_statuses]
-    failed_counts = [len(statuses) - ok_count for statuses, ok_count in zip(side_statuses, ok_counts, strict=True)]
-    verdict, reason = NO_CHANGE, ""
-    if not side_statuses[0] or not side_statuses[1]:
-        verdict, reason = CANNOT_TELL, f"no run of the {'candidate' if side_statuses[0] else 'base'} came to a result"
-    elif not failed_counts[0] and not ok_counts[1]:
-        verdict, reason = REGRESSION, f"ended ok, now {status_texts[1]}{_describe_failure(candidate)}"
-    elif not ok_counts[0] and not failed_counts[1]:
-        verdict, reason = IMPROVEMENT, f"was {status_texts[0]}, now ok"
-    elif not ok_counts[0] and not ok_counts[1]:
-        if set(side_statuses[0]) != set(side_statuses[1]):
-            verdict, reason = (
-                CANNOT_TELL,
-                f"failed in both: {status_texts[0]}, now {status_texts[1]}{_describe_failure(candidate)}",
-            )
-        elif set(side_statuses[0]) != {"oom"}:
-            verdict, reason = CANNOT_TELL, f"failed in both: {status_texts[1]}{_describe_failure(candidate)}"
-        else:
-            reason = "out of memory in both"
-    elif failed_counts[0] or failed_counts[1]:
-        verdict, reason = _judge_flaky(ok_counts, failed_counts)
-        reason = f"flaky: {status_texts[0]}, now {status_texts[1]}{_describe_failure(candidate)}; {reason}"
-    return QuantityChange(
-        "status", verdict, reason, status_texts[0], status_texts[1], len(side_statuses[0]), len(side_statuses[1])
-    )
-
-
-def _judge_flaky(ok_counts: Sequence[int], failed_counts: Sequence[int]) -> tuple[str, str]:
-    table = [[ok_counts[0], failed_counts[0]], [ok_counts[1], failed_counts[1]]]
-    if stats.fisher_exact(table, "greater").pvalue <= FLAKY_SIGNIFICANCE_LEVEL:
-        return REGRESSION, "too many more to be chance"
-    if stats.fisher_exact(table, "less").pvalue <= FLAKY_SIGNIFICANCE_LEVEL:
-        return IMPROVEMENT, "too many fewer to be chance"
-    return CANNOT_TELL, "may be chance"
-
-
-def _format_statuses(statuses: Sequence[str]) -> str:
-    """``oom``, or ``2 ok, 1 oom`` where they differ."""
-    status_counts = Counter(statuses)
-    if len(status_counts) == 1:
-        return statuses[0]
-    return ", ".join(f"{count} {status}" for status, count in status_counts.most_common()) or "no result"
-
-
-def _describe_failure(records: Sequence[Record]) -> str:
-    """In brackets, what the first run that did not end well says of it."""
-    for record in records:
-        if record["status"] == "oom" and record.get("oom_phase"):
-            return f" (in {record['oom_phase']})"
-        if record["status"] not in ("ok", "oom") and record.get("error"):
-            return f" ({str(record['error'])[:120]})"
-    return ""
-
-
-def compare_memory(
-    quantity: ComparedQuantity, base: Sequence[float], candidate: Sequence[float], threshold: float
-) -> QuantityChange:
-    """The peak of memory: equal code takes the same, so a single run of each side says it.
-
-    A change counts if the median changed by at least `threshold`, and no run of one side lies within the range of
-    the other.
-    """
-    base_median, candidate_median = median(base), median(candidate)
-    change = candidate_median / base_median - 1 if base_median else 0.0
-    is_separate = min(candidate) > max(base) if change > 0 else max(candidate) < min(base)
-    verdict, reason = NO_CHANGE, ""
-    if abs(change) >= threshold and change != 0:
-        if is_separate:
-            verdict = REGRESSION if change * quantity.worse_direction > 0 else IMPROVEMENT
-            reason = f"{quantity.title} {format_percent(change)}"
-        else:
-            verdict, reason = (
-                CANNOT_TELL,
-                f"{quantity.title} {format_percent(change)}, but the runs of both sides overlap",
-            )
-    return QuantityChange(
-        quantity.column, verdict, reason, base_median, candidate_median, len(base), len(candidate), change
     )
 
 

@@ -20,7 +20,7 @@ from bench.config.groups import (
 )
 from bench.config.hydra_calls import format_first_line, get_top_level_key, parse_override, to_plain_dict
 from bench.config.parts import ConfigPart, compose_parts, compute_part_value
-from bench.core.errors import UsageError
+from bench.core.errors import UsageError, unknown_field_error
 from bench.hardware import interconnect
 
 NODE_SIZE_KEY = "gpus_per_node"
@@ -70,7 +70,8 @@ def compose_config(settings: Mapping[str, str]) -> dict[str, Any]:
         if section not in parts or (
             section != override.key_or_group and not isinstance(compute_part_value(parts[section]), dict)
         ):
-            raise UsageError(f"{override.key_or_group} is not a field: choose {', '.join(parts)}.")
+            nested = [f"{key}.{name}" for key, part in parts.items() for name in _list_field_names(part)]
+            raise unknown_field_error(override.key_or_group, parts, nested=nested)
         parts[section] = parts[section]._replace(fields=(*parts[section].fields, text))
         if section == HARDWARE_GROUP:
             parts[section] = parts[section]._replace(network=parts[NETWORK_GROUP])
@@ -83,6 +84,11 @@ def compose_config(settings: Mapping[str, str]) -> dict[str, Any]:
         key: _copy_plain_value(resolved_values[key] if key in resolved_values else compute_part_value(part))
         for key, part in parts.items()
     }
+
+
+def _list_field_names(part: ConfigPart) -> list[str]:
+    value = compute_part_value(part)
+    return [str(name) for name in value] if isinstance(value, dict) else []
 
 
 def _follow_node_size(parts: Mapping[str, ConfigPart]) -> ConfigPart:

@@ -138,7 +138,7 @@ def compute_convention_tflops(
     from bench.config.speed_columns import compute_speed_columns
 
     columns = compute_speed_columns(config, step_time_s)
-    sequences = config.batch_size_per_gpu * config.gradient_accumulation
+    sequences = config.sequences_per_gpu
     peak_tflops = config.hardware.peak_tflops.get(config.precision.peak)
     return _compute_tflops(convention, columns, config.model, config.sequence_length, sequences, peak_tflops)
 
@@ -163,6 +163,7 @@ def compute_record_tflops(convention: str, record: Mapping[str, Any]) -> tuple[f
     _require_own_family(convention, model_fields)
     family = _build_family(json.dumps(model_fields, sort_keys=True))
     sequences = batch_size * (record.get("gradient_accumulation") or 1)
+    sequences /= (config.get("strategy") or {}).get("ranks_per_batch") or 1
     peaks = _get_section(_get_section(config, "hardware"), "peak_tflops")
     peak_tflops = peaks.get(str(_get_section(config, "precision").get("peak")))
     return _compute_tflops(convention, record, family, length, sequences, peak_tflops)
@@ -179,7 +180,7 @@ def _compute_tflops(
     columns: Mapping[str, Any],
     family: Family | None = None,
     length: int = 0,
-    sequences: int = 0,
+    sequences: float = 0,
     peak_tflops: float | None = None,
 ) -> tuple[float | None, float | None]:
     """TFLOP/s and share of the peak, of `sequences` of `length` tokens in a step.

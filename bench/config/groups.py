@@ -62,7 +62,8 @@ def require_group_option(group: str, value: str) -> None:
         if (group, value) in UNSUPPORTED_OPTIONS:
             raise UsageError(f"{UNSUPPORTED_OPTIONS[group, value]}: choose {', '.join(list_config_groups()[group])}.")
         file_choice = f", a file that ends in {YAML_SUFFIX}, or like:NAME" if group == HARDWARE_GROUP else ""
-        raise invalid_value_error(group, value, ", ".join(list_config_groups()[group]) + file_choice)
+        options = list_config_groups()[group]
+        raise invalid_value_error(group, value, ", ".join(options) + file_choice, names=options)
 
 
 def parse_hardware_path(group: str, value: str) -> Path | None:

@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from bench.config.groups import HARDWARE_GROUP, list_config_groups, require_group_option
-from bench.core.errors import UsageError, invalid_value_error, shorten_text
+from bench.core.errors import UsageError, invalid_value_error, shorten_text, suggest_nearest
 from bench.core.option_files import CONF_FOLDER, list_conf_folders
 from bench.hardware.derived import LIKE_PREFIX
 
@@ -85,7 +85,7 @@ def _check_overridden_key(override: Override) -> None:
             if is_top_level_field
             else (
                 f"{key} is not a field: choose {', '.join(top_level_fields)}, or +group.field for a group of "
-                f"{EXTENSIBLE_GROUPS}."
+                f"{EXTENSIBLE_GROUPS}{suggest_nearest(key, top_level_fields)}."
             )
         )
 

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from bench.config.groups import HARDWARE_GROUP, NETWORK_GROUP, list_config_groups, parse_hardware_path
 from bench.config.hydra_calls import compose_choices, list_override_values, parse_override, to_plain_dict
-from bench.core.errors import ImpossibleError, UsageError, invalid_value_error
+from bench.core.errors import ImpossibleError, UsageError, invalid_value_error, unknown_field_error
 from bench.core.option_files import find_option_file
 from bench.core.typed_config import read_plain_yaml
 from bench.hardware import interconnect
@@ -197,9 +197,7 @@ def _unknown_field_error(values: dict[str, Any], key: str) -> UsageError:
         name in read_plain_yaml(section, find_option_file(section, option))
         for option in list_config_groups().get(section, [])
     ):
-        return ImpossibleError(
-            f"{key} is not a field of {section}={parent.get('name')}: choose {', '.join(field_names)}."
-        )
+        return unknown_field_error(key, field_names, f" of {section}={parent.get('name')}", ImpossibleError)
     if not field_names:
         return UsageError(f"{key} is not a field: choose +{key} to add it to {section}, which has none.")
-    return UsageError(f"{key} is not a field: choose {', '.join(field_names)}.")
+    return unknown_field_error(key, field_names)

@@ -151,13 +151,24 @@ class RunConfig:
     def sequences_per_rank(self) -> int:
         """Of a micro-batch, in one process: more than `batch_size_per_gpu` where several ranks work on the same
         sequences, or one rank drives several devices."""
-        return self.batch_size_per_gpu * self.gpus // self.strategy.find_batch_share(0, self.gpus)[1]
+        return self.batch_size_per_gpu * self.batch_groups // self.strategy.find_batch_share(0, self.gpus)[1]
+
+    @property
+    def batch_groups(self) -> int:
+        """Groups of ranks that read `batch_size_per_gpu` sequences each: ranks, unless several read them together."""
+        return self.gpus // self.strategy.num_ranks_per_batch
+
+    @property
+    def sequences_per_gpu(self) -> int | float:
+        """Of an optimizer step, less than one where ranks share sequences."""
+        sequences, ranks = self.batch_size_per_gpu * self.gradient_accumulation, self.strategy.num_ranks_per_batch
+        return sequences // ranks if sequences % ranks == 0 else sequences / ranks
 
     @property
     def tokens_per_step(self) -> int:
         """Tokens that all ranks together read in one optimizer step."""
         tokens_per_sequence = self.model.count_tokens_per_sequence(self.sequence_length)
-        return tokens_per_sequence * self.batch_size_per_gpu * self.gpus * self.gradient_accumulation
+        return tokens_per_sequence * self.batch_size_per_gpu * self.batch_groups * self.gradient_accumulation
 
     @property
     def valid_batch_sizes(self) -> list[int] | None:
@@ -171,7 +182,7 @@ class RunConfig:
         if self.global_batch is None:
             return None
         sizes = self.global_batch.list_batch_sizes(
-            self.gpus,
+            self.batch_groups,
             self.model.count_tokens_per_sequence(self.sequence_length),
             self.strategy.batch_size_multiple,
         )
@@ -198,7 +209,7 @@ class RunConfig:
         if self.global_batch is None:
             return dataclasses.replace(self, batch_size_per_gpu=batch_size_per_gpu)
         accumulation = self.global_batch.compute_accumulation(
-            batch_size_per_gpu, self.gpus, self.model.count_tokens_per_sequence(self.sequence_length)
+            batch_size_per_gpu, self.batch_groups, self.model.count_tokens_per_sequence(self.sequence_length)
         )
         strategy = _build_section("strategy", type(self.strategy), self.requested).resolve(
             self.gpus, self.gpus_per_node, accumulates=accumulation > 1 and not self.gradient_accumulation_sync
@@ -338,7 +349,8 @@ def build_run_config(raw: dict[str, Any]) -> RunConfig:
     scalars = _validate_scalars(raw)
     scalars["loss_chunks"] = _resolve_loss_chunks(scalars["loss"], scalars["loss_chunks"])
     if raw.get("global_batch") is not None:
-        scalars |= _follow_global_batch(raw, scalars, built_sections["model"])
+        ranks_per_batch = built_sections["strategy"].num_ranks_per_batch
+        scalars |= _follow_global_batch(raw, scalars, built_sections["model"], ranks_per_batch)
     built_sections["strategy"] = built_sections["strategy"].resolve(
         scalars["gpus"],
         scalars["gpus_per_node"],
@@ -390,12 +402,16 @@ def _validate_scalars(raw: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _follow_global_batch(raw: dict[str, Any], scalars: dict[str, Any], model: Family) -> dict[str, Any]:
+def _follow_global_batch(
+    raw: dict[str, Any], scalars: dict[str, Any], model: Family, ranks_per_batch: int
+) -> dict[str, Any]:
     """The fields of `RunConfig` that follow from ``global_batch``."""
     global_batch = parse_global_batch(raw["global_batch"])
     model.check_sequence_length(scalars["sequence_length"])
     accumulation = global_batch.compute_accumulation(
-        scalars["batch_size_per_gpu"], scalars["gpus"], model.count_tokens_per_sequence(scalars["sequence_length"])
+        scalars["batch_size_per_gpu"],
+        max(1, scalars["gpus"] // ranks_per_batch),
+        model.count_tokens_per_sequence(scalars["sequence_length"]),
     )
     require_accumulation(global_batch, raw.get("gradient_accumulation"), accumulation)
     return {"gradient_accumulation": accumulation, "global_batch": global_batch}

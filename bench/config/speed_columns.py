@@ -14,7 +14,7 @@ def compute_speed_columns(config: RunConfig, step_time_s: float) -> dict[str, An
     are their shares of the dense peak of the precision, None where that is unknown. The causal columns are the model's
     FLOPs with half of the scores where attention is causal.
     """
-    sequences = config.batch_size_per_gpu * config.gradient_accumulation
+    sequences = config.sequences_per_gpu
     flop_count = config.trained_model.count_flops_per_sequence(config.sequence_length)
     model_flops = sequences * flop_count.model_flops
     hardware_flops = sequences * config.hardware_flops_per_sequence

@@ -5,19 +5,20 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import importlib
 import os
 import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
-from bench.core.errors import UsageError, escape_unprintable, invalid_value_error
+from bench.core.errors import UsageError, escape_unprintable, invalid_value_error, suggest_nearest
 
 CONSOLE_SCRIPT = "fsdp-bench"
 """What pip installs beside ``python -m bench``."""
@@ -35,10 +36,22 @@ def end_silently_on_interrupt() -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
+class SuggestingParser(argparse.ArgumentParser):
+    """argparse's parser, which says of an option that there is not which one is spelled most like it."""
+
+    def error(self, message: str) -> NoReturn:
+        """End with exit code 2 and the sentence."""
+        unknown, _, typed = message.partition("unrecognized arguments: ")
+        if not unknown and typed.startswith("-"):
+            options = [text for action in self._actions for text in action.option_strings]
+            message += suggest_nearest(typed.split()[0].partition("=")[0], options)
+        super().error(message)
+
+
 def build_parser(name: str, description: str | None, epilog: str = "") -> argparse.ArgumentParser:
     """The parser of the command `name`, whose help keeps the lines of `epilog` as they are."""
     program = Path(sys.argv[0]).name
-    return argparse.ArgumentParser(
+    return SuggestingParser(
         prog=f"{program} {name}".rstrip() if program == CONSOLE_SCRIPT else f"python -m bench.{name}".rstrip("."),
         description=description,
         epilog=epilog,
@@ -154,3 +167,9 @@ def parse_path_argument(text: str) -> Path:
         return require_path("path", text)
     except UsageError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def import_command(name: str) -> Any:
+    """The module that ``python -m bench.NAME`` runs: a file, or the ``__main__`` of a package."""
+    module = importlib.import_module(f"bench.{name}")
+    return importlib.import_module(f"{module.__name__}.__main__") if hasattr(module, "__path__") else module

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable
 
 MAX_SHOWN_LENGTH = 200
@@ -26,8 +27,29 @@ class ImpossibleError(UsageError):
     """Settings that are valid each but cannot go together, or not on this machine: a sweep leaves such a run out."""
 
 
+def suggest_nearest(value: object, choices: Iterable[object]) -> str:
+    """`` (did you mean t5_small?)`` for the choice that is spelled most like a value; empty where none is alike.
+
+    A choice with dots is also compared by its last part: ``sharding_factor`` is near ``strategy.sharding_factor``.
+    """
+    texts = dict.fromkeys(str(choice) for choice in choices)
+    by_last_part: dict[str, str] = {}
+    for text in texts:
+        by_last_part.setdefault(text.rpartition(".")[2].casefold(), text)
+        by_last_part.setdefault(text.casefold(), text)
+    typed = shorten_text(str(value)).casefold()
+    nearest = difflib.get_close_matches(typed, by_last_part, n=1)
+    if not nearest and "." in typed:
+        nearest = difflib.get_close_matches(typed.rpartition(".")[2], by_last_part, n=1)
+    return f" (did you mean {by_last_part[nearest[0]]}?)" if nearest else ""
+
+
 def invalid_value_error(
-    field: str, value: object, choices: Iterable[object] | str, error_class: type[UsageError] = UsageError
+    field: str,
+    value: object,
+    choices: Iterable[object] | str,
+    error_class: type[UsageError] = UsageError,
+    names: Iterable[object] = (),
 ) -> UsageError:
     """A `UsageError` for `field=value`, saying what would have been valid.
 
@@ -41,9 +63,33 @@ def invalid_value_error(
         The valid values, or a sentence part that describes them ("a whole number of at least 1").
     error_class: type
         `ImpossibleError` where the value is valid elsewhere.
+    names: iterable
+        The valid values that are names, where `choices` is a sentence part: the nearest is suggested.
     """
-    valid_values = choices if isinstance(choices, str) else ", ".join(str(choice) for choice in choices)
-    return error_class(f"{shorten_text(field)}={_format_value(value)} is not valid: choose {valid_values}.")
+    if isinstance(choices, str):
+        valid_values = choices
+    else:
+        names = [str(choice) for choice in choices]
+        valid_values = ", ".join(map(str, names))
+    suggestion = suggest_nearest(value, names) if isinstance(value, str) else ""
+    return error_class(f"{shorten_text(field)}={_format_value(value)} is not valid: choose {valid_values}{suggestion}.")
+
+
+def unknown_field_error(
+    key: str, names: Iterable[str], of: str = "", error_class: type[UsageError] = UsageError, nested: Iterable[str] = ()
+) -> UsageError:
+    """A `UsageError` for a field that there is not, with the nearest that there is.
+
+    Parameters
+    ----------
+    of: str
+        What does not have the field: `` of strategy=ddp``.
+    nested: iterable of str
+        Fields of sections, which are suggested and not listed.
+    """
+    names = list(names)
+    suggestion = suggest_nearest(key, names) or suggest_nearest(key, nested)
+    return error_class(f"{key} is not a field{of}: choose {', '.join(names)}{suggestion}.")
 
 
 def _format_value(value: object) -> str:

@@ -31,9 +31,8 @@ LAST_POSITION = 1000
 class FactorLine:
     """The line of a strategy in figures over the sharding factor."""
 
-    marker: str
     kind: str = ""
-    """Whose colour it has; empty for the strategy's own."""
+    """Whose colour and marker it has; empty for the strategy's own."""
     offset_log2: float = 0.0
     """How far, in powers of two, its points stand beside their factor, so that equal ones are all seen."""
 
@@ -50,6 +49,10 @@ class Presentation:
     """Of every kind that has none of its own; empty: each gets a spare one."""
     kinds: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     """Label and colour (empty: none) by what follows the slash in ``effective_strategy``, in their order."""
+    markers: Mapping[str, str] = field(default_factory=dict)
+    """Markers of matplotlib by what follows the slash in ``effective_strategy`` (empty: of every kind that has none of
+    its own); one that is not stated is chosen by the name. ``<`` and ``X`` mark degraded runs and those out of
+    memory."""
     mixed_precision: Mapping[str, str] = field(default_factory=dict)
     """Labels of its own ways of mixed precision, by what ``mixed_precision`` of a row says."""
     is_sharded_by_factor: bool = False

@@ -28,7 +28,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from bench.core.errors import UsageError, invalid_value_error
+from bench.core.errors import UsageError, invalid_value_error, unknown_field_error
 from bench.core.units import MIB
 
 MISSING_VALUE = "???"
@@ -108,7 +108,7 @@ def build_dataclass(key: str, cls: type, values: dict[str, Any]) -> Any:
     field_names = [field.name for field in fields]
     for name in values:
         if name not in field_names:
-            raise UsageError(f"{key}.{name} is not a field of {key}: choose {', '.join(field_names)}.")
+            raise unknown_field_error(f"{key}.{name}", field_names, f" of {key}")
     for field in fields:
         if field.name not in values and field.default is field.default_factory is dataclasses.MISSING:
             raise UsageError(
@@ -237,7 +237,7 @@ def _validate_scalar(key: str, field_type: FieldType, value: Any) -> Any:
     if value_type not in field_type.types and not (value_type is int and float in field_type.types):
         raise invalid_value_error(key, value, field_type.description)
     if field_type.choices is not None and value not in field_type.choices:
-        raise invalid_value_error(key, value, field_type.description)
+        raise invalid_value_error(key, value, field_type.description, names=field_type.choices)
     if value_type is str:
         if not field_type.text_rule.is_multiline and not value.isprintable():
             raise invalid_value_error(key, value, "printable characters alone")

@@ -16,7 +16,7 @@ from typing import Any
 from bench import records
 from bench.config.run_config import RunConfig
 from bench.core.files import encode_record
-from bench.core.units import MIB
+from bench.core.presentation import format_memory, format_number
 from bench.launch.ranks import RankExit
 from bench.rank import environment
 from bench.rank.row import build_configured_columns, build_environment_columns, build_measured_columns, build_rank_rows
@@ -288,14 +288,13 @@ def describe_outcome(record: Record) -> str:
         tflops, step_s = record.get("tflops_per_gpu"), record.get("step_time_median_s")
         if tflops is None or step_s is None:
             return "fits; no time is known"
-        speed_text = f"{tflops:.1f} TFLOP/s" if tflops >= 1 else f"{tflops * 1000:.1f} GFLOP/s"
         nonfinite_step = record.get("first_nonfinite_loss_step")
         divergence_text = "" if nonfinite_step is None else f", loss not finite from step {nonfinite_step}"
-        return f"{step_s * 1000:.1f} ms/step, {speed_text} per rank{divergence_text}"
+        return f"{step_s * 1000:.1f} ms/step, {format_number(tflops)} TFLOP/s per rank{divergence_text}"
     if record["status"] == "oom":
         requested_bytes = record.get("oom_bytes")
         return f"out of memory in {record['oom_phase']}" + (
-            f", asking for {requested_bytes / MIB:.1f} MiB" if requested_bytes else ""
+            f", asking for {format_memory(requested_bytes)}" if requested_bytes else ""
         )
     return str(record.get("error"))
 

@@ -37,6 +37,7 @@ from bench.models.division import (
     strip_checkpoint_wrappers,
 )
 from bench.models.pretrained import ignore_packed_sequences
+from bench.models.pretrained_modules import build_on_meta
 
 ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "gelu_new")
 
@@ -87,7 +88,7 @@ class GPTFamily(Family):
             attn_implementation=self.attention,
         )
         ignore_packed_sequences()
-        with torch.device("meta"):
+        with build_on_meta():
             model = GPT2LMHeadModel(config)
         model.tie_weights()
         model.loss_type = "ForCausalLM"  # the name of this class tells transformers nothing, and it warns

@@ -24,6 +24,7 @@ from bench.models.experts import (
     register_grouped_experts,
 )
 from bench.models.pretrained_modules import (
+    build_on_meta,
     count_unused_positions,
     fill_pretrained_buffers,
     find_block_list_names,
@@ -90,7 +91,7 @@ class PretrainedFamily(Family):
         config.use_cache = False
         config._attn_implementation = self.attention
         config._experts_implementation = register_grouped_experts()
-        with torch.device("meta"):
+        with build_on_meta():
             try:
                 model = getattr(transformers, self._task.auto_class_name).from_config(config)
             except ValueError as error:

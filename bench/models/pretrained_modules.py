@@ -14,6 +14,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bench.core.errors import ImpossibleError
 
 
+@contextlib.contextmanager
+def build_on_meta() -> Iterator[None]:
+    """Within, models of transformers are built on meta, and torch does not go through the motions of drawing values for
+    them, which take longer than all else."""
+    from transformers.initialization import no_init_weights
+
+    with torch.device("meta"), no_init_weights():
+        yield
+
+
 def find_block_list_names(model: nn.Module) -> tuple[str, ...]:
     """Names of the lists of nothing but layers that transformers can checkpoint one by one.
 

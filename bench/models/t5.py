@@ -37,6 +37,7 @@ from bench.models.division import (
     build_sequence_split,
     copy_sharing_parameters,
 )
+from bench.models.pretrained_modules import build_on_meta
 
 DECODER_START_TOKEN = 0
 """T5 starts its decoder with the padding token."""
@@ -89,7 +90,7 @@ class T5Family(Family):
             use_cache=False,
             attn_implementation=self.attention,
         )
-        with torch.device("meta"):
+        with build_on_meta():
             model = T5ForConditionalGeneration(config)
         model.tie_weights()
         if not self.tie_embeddings:  # which transformers takes for how logits are scaled alone

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, TypedDict
 
@@ -34,6 +34,9 @@ CONTEXT_KEYS = (*EXECUTION_KEYS, "mode", "hardware", "measurement", "seed")
 """Keys that apply to any sweep; naming none but these, and no search, asks for the default sweep."""
 
 SEARCH_KINDS = ("none", "largest_batch")
+
+ASSUMED_KEYS = ("model", "hardware", "precision", "sequence_length")
+"""What decides results, and is said where it was not given; what predictions assume of the network is said, too."""
 
 DEFAULT_GPU_SWEEP = "default_gpu"
 """What ``sweep=default`` is where runs are on GPUs."""
@@ -94,6 +97,8 @@ class SweepRequest:
     """Where attempts are shown beside the store."""
     cost_terms: CostTerms
     """What a dry run tells of dollars and kWh."""
+    not_given: dict[str, str] = field(default_factory=dict)
+    """Of `ASSUMED_KEYS`, those that neither command line nor sweep set, with the value that runs have."""
 
 
 def parse_sweep_request(arguments: Sequence[str], *, multirun: bool, device: DetectedDevice) -> SweepRequest:
@@ -175,7 +180,19 @@ def parse_sweep_request(arguments: Sequence[str], *, multirun: bool, device: Det
         cluster=base_config["cluster"],
         tracker=load_tracker(base_config["tracker"]),
         cost_terms=parse_cost_terms(*(execution_options[key] for key in ("price", "pue", "power_share"))),
+        not_given=_find_not_given(grids, base_config, hardware),
     )
+
+
+def _find_not_given(grids: list[SettingsGrid], base_config: dict[str, Any], hardware: str) -> dict[str, str]:
+    """Of `ASSUMED_KEYS`, those that some grid leaves open, with what they come to."""
+    sections = [{key.lstrip("+").partition(".")[0] for key in grid.keys} for grid in grids]
+    values = {key: base_config[key] for key in ASSUMED_KEYS} | {"hardware": hardware}
+    return {
+        key: str(value["name"] if isinstance(value, dict) else value)
+        for key, value in values.items()
+        if not all(key in grid_sections for grid_sections in sections)
+    }
 
 
 def _refuse_execution_keys(sweep: str, grids: list[SettingsGrid]) -> None:

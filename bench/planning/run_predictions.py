@@ -132,7 +132,7 @@ def compute_rough_step_s(config: RunConfig) -> float:
             (peak_tflops * ASSUMED_PEAK_SHARE if peak_tflops else DEFAULT_GPU_TFLOPS),
             GPU_COMMUNICATION_BYTES_PER_S,
         )
-    flops = config.hardware_flops_per_sequence * config.batch_size_per_gpu * config.gradient_accumulation
+    flops = config.hardware_flops_per_sequence * config.sequences_per_gpu
     communicated_bytes = 3 * count_weight_bytes(config) if config.active_devices > 1 else 0
     return flops / (tflops * 1e12) + communicated_bytes / bytes_per_s
 

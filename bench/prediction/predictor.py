@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 from bench.config.run_config import RunConfig
 from bench.core import processes
+from bench.core.progress import track_progress
 from bench.models.checkpointing import find_block_period
 from bench.models.materialize import count_buffer_bytes
 from bench.prediction import cache
@@ -129,15 +130,17 @@ def _predict_uncached(configs: list[RunConfig], simulate: Callable[[RunConfig], 
     load_traces(list({trace: None for config in configs for trace in _list_traces(config)}))
     num_workers = os.cpu_count() or 1
     if num_workers == 1 or len(configs) < MIN_RUNS_FOR_PROCESSES:
-        return [simulate(config) for config in configs]
+        return [simulate(config) for config in track_progress(configs, len(configs), "simulating steps")]
     sorted_indices = sorted(
         range(len(configs)), key=lambda index: repr((build_trace_key(configs[index]), configs[index].hardware))
     )
+    processes.preload_if_forking(sorted({name for config in configs for name in config.trained_model.preload_modules}))
     with processes.open_worker_pool(num_workers, add_loaded_traces, (get_loaded_traces(),)) as pool:
         predictions = pool.map(simulate, [configs[index] for index in sorted_indices], chunksize=RUNS_PER_TASK)
+        counted_predictions = track_progress(predictions, len(configs), "simulating steps")
         return [
             prediction
-            for _, prediction in sorted(zip(sorted_indices, predictions, strict=True), key=lambda pair: pair[0])
+            for _, prediction in sorted(zip(sorted_indices, counted_predictions, strict=True), key=lambda pair: pair[0])
         ]
 
 
@@ -287,13 +290,11 @@ def _simulate_rank(
     simulated_rank.allocate("micro-batches", compute_inputs_bytes(config, scaled_trace), "activations")
     simulated_rank.allocate("model's buffers", count_buffer_bytes(config.trained_model, config.gpus), PARAMETER_MEMORY)
     layer_groups = rank_speed.list_layer_groups(config)
-    segments = _build_segments(
+    segments = build_segments(
         key, config.sequences_per_device, HashableHardware(config.hardware), layer_groups, _find_transfer_speed(config)
     )
     if config.devices_per_process > 1:
-        batch_segments = _build_segments(
-            key, config.sequences_per_rank, HashableHardware(config.hardware), layer_groups
-        )
+        batch_segments = build_segments(key, config.sequences_per_rank, HashableHardware(config.hardware), layer_groups)
         segments = build_first_device_segments(segments, batch_segments, config.devices_per_process)
     _simulate_planned_step(config, simulated_rank, plan, segments)
     return simulated_rank
@@ -308,7 +309,7 @@ def _simulate_other_device(config: RunConfig) -> SimulatedRank:
     plan = config.strategy.plan_other_devices(_build_plan_inputs(config, scaled_trace))
     assert plan is not None
     simulated_rank = SimulatedRank(rank_speed.RankSpeed())
-    segments = _build_segments(
+    segments = build_segments(
         key, config.sequences_per_device, HashableHardware(config.hardware), rank_speed.list_layer_groups(config)
     )
     _simulate_planned_step(config, simulated_rank, plan, build_other_device_segments(segments))
@@ -408,7 +409,7 @@ def _compute_offloaded_bytes(config: RunConfig) -> float:
 
 
 @functools.lru_cache(maxsize=256)
-def _build_segments(
+def build_segments(
     key: TraceKey,
     batch_size: int,
     hashable_hardware: HashableHardware,

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +36,31 @@ PROFILED_STEPS = 2
 """Steps that every rank takes for the profiler: in the first it starts CUPTI, which takes its time, on rank 0 alone."""
 
 
-def profile_step(step: Callable[[], object], device: torch.device, trace_path: Path) -> float | None:
+COLLECTIVE_SIZES: dict[str, tuple[str, int]] = {
+    "c10d::allreduce_": ("all_reduce", 0),
+    "c10d::broadcast_": ("broadcast", 0),
+    "c10d::allgather_": ("all_gather", 1),
+    "c10d::_allgather_base_": ("all_gather", 1),
+    "c10d::_reduce_scatter_base_": ("reduce_scatter", 0),
+}
+"""Operators that start a collective: what it is called, and which of their arguments is a rank's own: the part that it
+gives to an all-gather or gets from a reduce-scatter, else the whole tensor."""
+
+CollectiveCounts = dict[str, dict[str, int]]
+"""By collective: how often it was called, and the elements of the tensors that are a rank's own."""
+
+
+@dataclass(frozen=True)
+class ProfiledStep:
+    """What the profiler saw in a step of rank 0."""
+
+    exposed_communication: float | None
+    """As `compute_exposed_communication`."""
+    collectives: CollectiveCounts
+    """As `count_collectives`."""
+
+
+def profile_step(step: Callable[[], object], device: torch.device, trace_path: Path) -> ProfiledStep | None:
     """Take `PROFILED_STEPS` steps, profile the last one, write its Chrome trace.
 
     Parameters
@@ -46,13 +72,14 @@ def profile_step(step: Callable[[], object], device: torch.device, trace_path: P
 
     Returns
     -------
-    float or None
-        As `compute_exposed_communication`; None also where the trace could not be written or read (a full disk, say),
-        which is said: what was measured before is not lost for it.
+    ProfiledStep or None
+        None where the trace could not be written or read (a full disk, say), which is said: what was measured before is
+        not lost for it.
     """
     on_gpu = device.type == "cuda"
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if on_gpu else [])
-    with profile(activities=activities, schedule=schedule(wait=0, warmup=PROFILED_STEPS - 1, active=1)) as profiler:
+    steps = schedule(wait=0, warmup=PROFILED_STEPS - 1, active=1)
+    with profile(activities=activities, schedule=steps, record_shapes=True) as profiler:
         for step_index in range(PROFILED_STEPS):
             if step_index:
                 profiler.step()
@@ -66,14 +93,36 @@ def profile_step(step: Callable[[], object], device: torch.device, trace_path: P
             json_path = Path(folder) / "trace.json"
             profiler.export_chrome_trace(str(json_path))
             trace_json = json_path.read_bytes()
-            exposed_share = compute_exposed_communication(json.loads(trace_json)["traceEvents"], on_gpu=on_gpu)
+            events = json.loads(trace_json)["traceEvents"]
+            profiled = ProfiledStep(compute_exposed_communication(events, on_gpu=on_gpu), count_collectives(events))
             packed_path = Path(folder) / trace_path.name
             packed_path.write_bytes(gzip.compress(trace_json))
             packed_path.rename(trace_path)
     except (OSError, ValueError, MemoryError) as error:
         print(f"The run has no trace: {type(error).__name__}: {error}", file=sys.stderr)
         return None
-    return exposed_share
+    return profiled
+
+
+def count_collectives(events: Iterable[dict[str, Any]]) -> CollectiveCounts:
+    """Collectives that a rank starts in a step, whatever algorithm its backend carries them out by.
+
+    Parameters
+    ----------
+    events: iterable of dict
+        Of a Chrome trace with the shapes of operators' arguments.
+    """
+    counts: CollectiveCounts = {}
+    for event in events:
+        if event.get("ph") != "X" or event.get("cat") != "cpu_op" or event["name"] not in COLLECTIVE_SIZES:
+            continue
+        name, position = COLLECTIVE_SIZES[event["name"]]
+        shapes = event["args"]["Input Dims"][position]
+        tensor_shapes = shapes if shapes and isinstance(shapes[0], list) else [shapes]
+        count = counts.setdefault(name, {"calls": 0, "elements": 0})
+        count["calls"] += 1
+        count["elements"] += sum(math.prod(shape) for shape in tensor_shapes)
+    return counts
 
 
 def compute_exposed_communication(events: Iterable[dict[str, Any]], *, on_gpu: bool) -> float | None:

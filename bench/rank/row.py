@@ -334,6 +334,8 @@ def build_rank_rows(outcomes: list[RankOutcome]) -> list[Record]:
                 row["cpu_load"] = asdict(outcome.samples.cpu_load) | {
                     "cpus": format_ranges(outcome.samples.cpu_load.cpus)
                 }
+            if outcome.samples.collectives is not None:
+                row["collectives"] = outcome.samples.collectives
             if outcome.samples.gpu_states:
                 row["gpu_states"] = outcome.samples.gpu_states
         if "health" in outcome.device:

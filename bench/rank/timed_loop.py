@@ -17,7 +17,7 @@ from bench.models import Batch
 from bench.rank.engine import Engine
 from bench.rank.machine_load import CpuLoad, CpuLoadProbe, GpuInfo, GpuStateProbe
 from bench.rank.memory_probe import MemoryPeaks, UnmeasuredWork, build_memory_probe, wait_for_gloo_threads
-from bench.rank.profiler import PROFILED_STEPS, profile_step
+from bench.rank.profiler import PROFILED_STEPS, CollectiveCounts, profile_step
 from bench.strategies.stepper import TimeSpans
 
 BuildEngine = Callable[[], tuple[Engine, Sequence[Batch]]]
@@ -47,6 +47,8 @@ class RankSamples:
     """Of the machine, during the timed steps."""
     gpu_states: list[GpuInfo] = field(default_factory=list)
     """Of the rank's GPUs, in the middle and at the end of the timed steps."""
+    collectives: CollectiveCounts | None = None
+    """Of the profiled step; None on a rank that was not profiled."""
 
 
 def measure_rank(
@@ -145,9 +147,9 @@ def measure_rank(
     peaks = memory_probe.read_peaks()
     busy_spans_s = engine.stepper.collect_busy_spans()
     skipped_steps = engine.count_skipped_steps(scale_before)
-    exposed_communication = None
+    profiled_step = None
     if profile and trace_path is not None:
-        exposed_communication = profile_step(lambda: engine.step(micro_batches), device, trace_path)
+        profiled_step = profile_step(lambda: engine.step(micro_batches), device, trace_path)
     elif profile:
         for _ in range(PROFILED_STEPS):
             engine.step(micro_batches)
@@ -157,13 +159,14 @@ def measure_rank(
         setup_s=setup_s,
         skipped_steps=skipped_steps,
         peaks=peaks,
-        exposed_communication=exposed_communication,
+        exposed_communication=profiled_step.exposed_communication if profiled_step else None,
         busy_s=[sum(end - start for start, end in step_spans) for step_spans in busy_spans_s] if busy_spans_s else None,
         busy_spans_s=busy_spans_s[0] if busy_spans_s and profile else None,
         warmup_steps=warm_up_result.steps,
         warmup_s=warm_up_result.duration_s,
         cpu_load=cpu_load,
         gpu_states=gpu_states,
+        collectives=profiled_step.collectives if profiled_step else None,
     )
 
 

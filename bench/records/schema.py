@@ -287,7 +287,8 @@ NESTED_PARTS: dict[str, str] = {
     "and time (range and parts in seconds, what limits it)",
     "ranks": "per rank: host, raw step times in seconds, memory peaks in bytes, allocator retries, who computed how "
     "long on its processors (cpu_load), how its GPUs were under load (gpu_states); of a pipeline also "
-    "the seconds of each timed step in which the rank computed, and if profiled the spans of the first of them",
+    "the seconds of each timed step in which the rank computed, and if profiled the spans of the first of them; "
+    "if profiled, of rank 0 the collectives of a step: how many, and the elements of its own tensors in them",
     "concurrent": "the other runs that were on at any time during this one: run_id, launcher, job and hosts",
     "source": "published rows: source, figure, provenance, uncertainty, note and the quantity as it was printed",
 }

@@ -17,6 +17,7 @@ from bench.records import StoreContents, read_latest_attempts
 from bench.reporting.drawing import style
 from bench.reporting.drawing.drawing import ReportFigure, ReportSection, save_drawing
 from bench.reporting.figures import FIGURE_MODULES
+from bench.reporting.findings import find_topics, news
 from bench.reporting.page import page
 from bench.reporting.page.interactive import build_explorer_charts, build_scaling_charts
 from bench.reporting.tables.frontier import drop_batch_search_tries
@@ -26,7 +27,7 @@ MANIFEST_FILE = ".written-by-report"
 """In the figures' folder: names of the files an earlier report left there, which the next one replaces."""
 
 
-MAX_FIGURES = 60
+MAX_FIGURES = 40
 """Figures that a report draws unless it is asked for more: each takes half a second. So many show more than a page
 can be read for; a part of a large store is better reported alone."""
 
@@ -94,8 +95,11 @@ def write_report(
     try:
         (output / "figures").mkdir(parents=True, exist_ok=True)
         svg_texts = _save_figures(sections, output / "figures", max_figures)
-        html = page.render_page(store_name, contents, table, sections, svg_texts, charts, speeds.note if speeds else "")
+        topics = find_topics(final_runs, table, news.read_reported_runs(output))
+        speed_note = speeds.note if speeds else ""
+        html = page.render_page(store_name, contents, table, sections, svg_texts, topics, charts, speed_note)
         replace_file(output / "index.html", html)
+        news.write_reported_runs(output, news.list_reported_runs(table))
     except OSError as error:
         raise UsageError(f"Cannot write to {output} ({error.strerror}): choose another folder with --output.") from None
     return output / "index.html"
@@ -120,6 +124,7 @@ def _save_figures(sections: list[ReportSection], folder: Path, max_figures: int)
             if Path(name).name == name:
                 (folder / name).unlink(missing_ok=True)
     svg_texts: dict[str, str] = {}
+    num_planned = sum(len(section.planned_figures) for section in sections)
     manifest.write_text("")
     for section, figure_count in zip(
         sections, _distribute_figures([len(section.planned_figures) for section in sections], max_figures), strict=True
@@ -133,9 +138,8 @@ def _save_figures(sections: list[ReportSection], folder: Path, max_figures: int)
             svg_texts[drawing.name] = save_drawing(drawing, folder)
             drawing.figure.clear()  # a report of many would hold them all
         if figure_count < len(section.planned_figures):
-            section.notice = (
-                f"{section.notice} {_describe_left_out(figure_count, len(section.planned_figures))}".strip()
-            )
+            left_out_note = _describe_left_out(figure_count, len(section.planned_figures), num_planned)
+            section.notice = f"{section.notice} {left_out_note}".strip()
     return svg_texts
 
 
@@ -150,10 +154,10 @@ def _distribute_figures(planned_counts: list[int], max_figures: int) -> list[int
     return drawn_counts
 
 
-def _describe_left_out(drawn: int, planned: int) -> str:
+def _describe_left_out(drawn: int, planned: int, planned_in_all: int) -> str:
     return (
         f"{presentation.format_plural(drawn, 'figure')} of {planned} drawn: give bench.report a part of the store, or "
-        f"--figures {planned} to draw more."
+        f"--figures {planned_in_all} to draw all of all sections."
     )
 
 

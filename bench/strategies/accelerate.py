@@ -20,8 +20,8 @@ from bench.core.presentation import Presentation, TrainingTerm
 from bench.models.blocks import group_blocks
 from bench.strategies.base import BuildOptimizer, WrapContext
 from bench.strategies.framework import FrameworkStepper, FrameworkStrategy, PreparedModules, isolate_environment
-from bench.strategies.fsdp import FSDP2Plan
-from bench.strategies.fsdp1 import BACKWARD_PREFETCH_MODES
+from bench.strategies.fsdp.plan import FSDP2Plan
+from bench.strategies.fsdp1.strategy import BACKWARD_PREFETCH_MODES
 from bench.strategies.step_plan import PlanInputs, StepPlan
 from bench.strategies.stepper import Stepper
 
@@ -39,20 +39,21 @@ class AccelerateStrategy(FrameworkStrategy):
         label="Accelerate",
         position=70,
         kinds={  # colours of what it wraps, lighter
-            "ddp": ("DDP", "#e8915c"),
+            "ddp": ("DDP", "#e27431"),
             "no_shard": ("no shard", ""),
             "full_replication": ("full replication", ""),
             "hybrid_shard": ("hybrid", ""),
             "hybrid_shard_grad_op": ("hybrid shard grad op", ""),
             "shard_grad_op": ("shard grad op", ""),
-            "full_shard": ("full shard", "#5b9fc9"),
+            "full_shard": ("full shard", "#529ac6"),
             "unsharded": ("unsharded", ""),
             "fsdp1_no_shard": ("FSDP1 no shard", ""),
             "fsdp1_hybrid_shard": ("FSDP1 hybrid", ""),
             "fsdp1_shard_grad_op": ("FSDP1 shard grad op", ""),
             "fsdp1_hybrid_shard_grad_op": ("FSDP1 hybrid shard grad op", ""),
-            "fsdp1_full_shard": ("FSDP1 full shard", "#dfabc8"),
+            "fsdp1_full_shard": ("FSDP1 full shard", "#cb77a6"),
         },
+        markers={"ddp": "v", "full_shard": "P", "fsdp1_full_shard": ">"},
     )
     training_terms = (
         TrainingTerm(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import math
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,6 +24,7 @@ from bench.models.materialize import Materializer
 from bench.optimizers.updated_tensor import WHOLE_TENSORS
 from bench.strategies.pipeline.schedule import Timetable
 from bench.strategies.pipeline.step_plans import StagePlan, StageUnits
+from bench.strategies.requirements import parse_rank_count
 from bench.strategies.step_plan import (
     REPLICA_GROUP,
     SHARD_GROUP,
@@ -181,6 +181,12 @@ class Strategy(ABC):
         resolved = dataclasses.replace(self, sharding_factor=factor)
         resolved.check(world_size)
         return resolved
+
+    @property
+    def num_ranks_per_batch(self) -> int:
+        """Ranks that read ``batch_size_per_gpu`` sequences together: 1, but where several share theirs and have fewer
+        than one each."""
+        return 1
 
     @property
     def timetable(self) -> Timetable | None:
@@ -429,87 +435,6 @@ def _drop_mixing(precision: Precision) -> Precision:
     return dataclasses.replace(precision, mixing=None)
 
 
-def parse_rank_count(field: str, requested: int | str, world_size: int, ranks_per_node: int, min_ranks: int = 1) -> int:
-    """Ranks that a knob means: a divisor of the world size, ``node`` (the ranks of one machine) or ``full`` (all).
-
-    Raises
-    ------
-    UsageError
-        If it is none of these, or fewer than `min_ranks`.
-    """
-    num_ranks: int | str = requested
-    if isinstance(num_ranks, str):
-        num_ranks = {"full": world_size, "node": min(ranks_per_node, world_size)}.get(num_ranks, num_ranks)
-    if not isinstance(num_ranks, int) or num_ranks < 1:
-        raise invalid_value_error(field, num_ranks, f"full, node, or a whole number of at least {min_ranks}")
-    if world_size % num_ranks:
-        valid_counts = [str(n) for n in list_divisors(world_size) if n >= min_ranks]
-        valid = f"a divisor of the world size, gpus={world_size}: {', '.join(valid_counts)}"
-        if not valid_counts:
-            valid = f"gpus={num_ranks} or a multiple of it, instead of gpus={world_size}"
-        raise invalid_value_error(field, num_ranks, valid, ImpossibleError)
-    if num_ranks < min_ranks:
-        alternatives = f"{min_ranks} or more" if world_size >= min_ranks else f"gpus={min_ranks} or more"
-        raise ImpossibleError(
-            f"{field}={requested} is not valid with gpus={world_size} and gpus_per_node={ranks_per_node}, where that "
-            "is "
-            f"fewer than {min_ranks} ranks: choose {alternatives}, or another strategy."
-        )
-    return num_ranks
-
-
-def list_divisors(number: int) -> list[int]:
-    """The divisors of a number, in order: of 10^9 in a millisecond."""
-    small_divisors = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
-    return sorted({*small_divisors, *(number // n for n in small_divisors)})
-
-
-def require_sharding_factor(
-    strategy: Strategy, automatic_value: str, required_factor: int, world_size: int, reason: str
-) -> None:
-    """Raise `ImpossibleError` unless the sharding factor asked for is the one that other knobs have decided.
-
-    Parameters
-    ----------
-    automatic_value: str
-        What is typed to leave it to them.
-    reason: str
-        What spreads a copy of the model over so many ranks.
-    """
-    requested_factor = world_size if strategy.sharding_factor == "full" else strategy.sharding_factor
-    if requested_factor not in (automatic_value, required_factor):
-        valid = f"{automatic_value}: {reason} over {required_factor} of gpus={world_size} ranks"
-        raise invalid_value_error("strategy.sharding_factor", strategy.sharding_factor, valid, ImpossibleError)
-
-
-def require_unsharded(strategy: Strategy) -> None:
-    """Raise `ImpossibleError` unless the sharding factor is 1, for strategies with a whole model on every rank."""
-    if strategy.resolved_sharding_factor != 1:
-        raise ImpossibleError(
-            f"strategy.sharding_factor={strategy.resolved_sharding_factor} is not valid for strategy={strategy.name}, "
-            "which keeps the "
-            "whole model on every rank: choose 1, or strategy fsdp or fsdp1."
-        )
-
-
-def require_stored_reduce_dtype(subject: str, precision: Precision, alternative: str = "") -> None:
-    """Raise `ImpossibleError` where gradients should be reduced in another format than the one they are stored in.
-
-    Parameters
-    ----------
-    subject: str
-        What reduces them as they are: ``strategy=NAME``, perhaps with knobs.
-    alternative: str
-        What else to choose, with its comma.
-    """
-    if precision.reduce_dtype != precision.parameter_dtype:
-        raise ImpossibleError(
-            f"precision.reduce={precision.reduce} is not valid for {subject}, which reduces gradients as they are "
-            "stored: "
-            f"choose {precision.parameters}{alternative}."
-        )
-
-
 def load_strategy(name: str) -> type[Strategy]:
     """The strategy class that ``bench/strategies/<name>.py``, or the module with that path, defines."""
     strategy_class: type[Strategy] = plugins.find_plugin_class(
@@ -528,27 +453,9 @@ def list_strategies() -> dict[str, type[Strategy]]:
     return dict(sorted(strategy_classes.items(), key=lambda item: item[1].presentation.position))
 
 
-PACKED_BITS = 4
-"""Of the quantised weights that are parameters packed into numbers of another format."""
-
-
 def format_strategies_for_finetune(finetune: str) -> str:
     """The strategies that can train a part of a model like that, for a sentence."""
     return _format_matching_strategies(lambda strategy: finetune in strategy.supported_finetunes)
-
-
-def require_packed_bits(strategy_name: str, quantised_bits: int | None) -> None:
-    """Raise `ImpossibleError` where what is sharded is not what a quantised layer computes with.
-
-    bitsandbytes 0.50.2 computes with a layer's parameter where that has 4 bits, but with ``Linear8bitLt.state.CB``, the
-    whole weight, where it has 8.
-    """
-    if quantised_bits not in (None, PACKED_BITS):
-        raise ImpossibleError(
-            f"finetune=qlora is not valid with strategy={strategy_name} for finetune.bits={quantised_bits}, since "
-            "bitsandbytes keeps such a weight whole in the state of its layer, whatever becomes of the parameter: "
-            f"choose finetune.bits={PACKED_BITS}, or strategy ddp, single or zero1."
-        )
 
 
 def require_whole_replicas(strategy: Strategy, family: Family) -> None:

@@ -17,7 +17,8 @@ from bench.core.precision import Precision
 from bench.core.presentation import Presentation, TrainingTerm
 from bench.core.units import MIB
 from bench.optimizers import UpdatedTensor
-from bench.strategies.base import StepSettings, Strategy, WrapContext, require_stored_reduce_dtype, require_unsharded
+from bench.strategies.base import StepSettings, Strategy, WrapContext
+from bench.strategies.requirements import require_stored_reduce_dtype, require_unsharded
 from bench.strategies.step_plan import (
     ALL_GATHER_MEMORY,
     ALL_GATHER_STREAM,
@@ -45,7 +46,7 @@ torch/nn/parallel/comm.py), of whole tensors each."""
 class DataParallelStrategy(Strategy):
     """One process scatters the batch, copies the model to every GPU and gathers the outputs on the first: each step."""
 
-    presentation = Presentation(label="DataParallel", position=10, colour="#7f4f24")
+    presentation = Presentation(label="DataParallel", position=10, colour="#925b29", markers={"": "d"})
     training_terms = (
         TrainingTerm(
             "DataParallel",

@@ -19,8 +19,9 @@ from bench.core.presentation import FactorLine, Presentation, TrainingOption, Tr
 from bench.core.typed_config import OneOf, Within
 from bench.core.units import MIB
 from bench.strategies import powersgd
-from bench.strategies.base import Strategy, WrapContext, require_stored_reduce_dtype, require_unsharded
+from bench.strategies.base import Strategy, WrapContext
 from bench.strategies.powersgd import MIN_POWERSGD_START_ITER, PowerSGDPlan
+from bench.strategies.requirements import require_stored_reduce_dtype, require_unsharded
 from bench.strategies.step_plan import (
     GRADIENT_MEMORY,
     GRADIENTS_HANDLED_ONE_BY_ONE,
@@ -141,7 +142,11 @@ class DDPStrategy(BucketingStrategy):
     """DDP with the settings of a fair baseline."""
 
     presentation = Presentation(
-        label="DDP", position=20, colour="#d55e00", factor_line=FactorLine("D", offset_log2=-0.12)
+        label="DDP",
+        position=20,
+        colour="#a44d1e",
+        factor_line=FactorLine(offset_log2=-0.12),
+        markers={"": "D"},
     )
     training_terms: ClassVar[tuple[TrainingTerm, ...]] = (
         TrainingTerm("DDP", ("strategy=ddp",), "a whole copy fits on each GPU"),

@@ -18,10 +18,11 @@ from bench.core.errors import ImpossibleError, invalid_value_error
 from bench.core.installation import format_install_command
 from bench.core.precision import Precision
 from bench.core.typed_config import OneOf
-from bench.strategies.base import Strategy, require_stored_reduce_dtype
+from bench.strategies.base import Strategy
 from bench.strategies.ddp import BUCKET_MB_RANGE, DDPStrategy
-from bench.strategies.fsdp import FSDP2Strategy
-from bench.strategies.fsdp1 import BACKWARD_PREFETCH_MODES, FSDP1Strategy
+from bench.strategies.fsdp.strategy import FSDP2Strategy
+from bench.strategies.fsdp1.strategy import BACKWARD_PREFETCH_MODES, FSDP1Strategy
+from bench.strategies.requirements import require_stored_reduce_dtype
 from bench.strategies.sharding import BLOCKS_PER_UNIT_RANGE
 from bench.strategies.step_plan import PlanInputs, StepPlan
 from bench.strategies.stepper import Stepper

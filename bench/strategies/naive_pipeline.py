@@ -18,7 +18,8 @@ class NaivePipelineStrategy(PipelinedStrategy):
         label="Naive pipeline",
         position=110,
         colour="#878787",
-        kinds={"+ddp": ("+ DDP", "#b5b5b5"), "+fsdp": ("+ FSDP2", "#545454")},
+        kinds={"+ddp": ("+ DDP", "#929292"), "+fsdp": ("+ FSDP2", "#676767")},
+        markers={"": "P", "+ddp": "^", "+fsdp": "p"},
     )
     training_terms = (
         TrainingTerm(

@@ -17,7 +17,8 @@ from bench.core.precision import AUTOCAST_MIXING
 from bench.core.precision import PARAMETER_MIXING as MIXED_PARAMETERS
 from bench.core.typed_config import Within
 from bench.optimizers.updated_tensor import DTENSORS
-from bench.strategies.base import BuildOptimizer, Strategy, WrapContext, require_packed_bits
+from bench.strategies.base import BuildOptimizer, Strategy, WrapContext
+from bench.strategies.requirements import require_packed_bits
 from bench.strategies.step_plan import (
     ALL_GATHER_MEMORY,
     ALL_GATHER_STREAM,

@@ -8,7 +8,8 @@ from torch import nn
 
 from bench.core.errors import ImpossibleError
 from bench.core.presentation import Presentation, TrainingOption, TrainingTerm
-from bench.strategies.base import Strategy, WrapContext, require_unsharded
+from bench.strategies.base import Strategy, WrapContext
+from bench.strategies.requirements import require_unsharded
 from bench.strategies.step_plan import PlanInputs, ReplicatedPlan, StepPlan
 
 
@@ -16,7 +17,7 @@ from bench.strategies.step_plan import PlanInputs, ReplicatedPlan, StepPlan
 class SingleProcessStrategy(Strategy):
     """Plain training on one device."""
 
-    presentation = Presentation(label="Single", position=0, colour="#000000")
+    presentation = Presentation(label="Single", position=0, colour="#676767", markers={"": "*"})
     training_terms = (TrainingTerm("one GPU", ("strategy=single",), "the model fits, and one is fast enough"),)
     training_options = (TrainingOption("one process", {"strategy": "single"}, leaves={"plain training": 1}),)
 

@@ -24,7 +24,7 @@ class ZeRO1Strategy(DDPStrategy):
     Whole parameters are given to ranks, the largest first, always to the rank that has least so far.
     """
 
-    presentation = Presentation(label="ZeRO-1", position=30, colour="#332288")
+    presentation = Presentation(label="ZeRO-1", position=30, colour="#8772e6", markers={"": "P"})
     training_terms = (
         TrainingTerm(
             "ZeRO-1",

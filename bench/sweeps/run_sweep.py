@@ -17,6 +17,7 @@ from bench.checks.before_sweep import check_machine_once, show_check
 from bench.config.run_config import RunConfig
 from bench.core.command_line import require_writable_store
 from bench.core.errors import ImpossibleError, UsageError, invalid_value_error
+from bench.core.progress import show_progress
 from bench.hardware import detect_device
 from bench.hardware.detect import DetectedDevice
 from bench.launch.local import LocalLauncher
@@ -33,25 +34,19 @@ from bench.planning.run_predictions import Unpredictable, predict_configs, predi
 from bench.planning.sweep_plan import SweepPlan, build_sweep_plan
 from bench.records import Record
 from bench.records.schema import FINISHED_STATUSES
+from bench.sweeps.cluster_tables import build_arrays_table, build_submission_text, list_scripts
 from bench.sweeps.predict_sweep import SweepPredictor, find_largest_batches, refuse_unpredictable
 from bench.sweeps.tables import (
     SweepProgress,
-    build_arrays_table,
     build_batch_search_table,
     build_plan_table,
     build_predicted_batch_table,
     build_prediction_table,
     build_result_table,
-    build_submission_text,
-    list_scripts,
+    describe_assumptions,
 )
 from bench.tracking import TrackerClient
 from bench.tracking.tracked_run import build_report_run
-
-
-def show_status(console: Console, status: str) -> contextlib.AbstractContextManager[object]:
-    """Say on a terminal what takes its time."""
-    return console.status(status) if console.is_terminal else contextlib.nullcontext()
 
 
 @dataclass(frozen=True)
@@ -98,7 +93,7 @@ class PlannedSweep:
 
     def predict_plan(self) -> dict[str, PlannedRunPrediction]:
         """What the predictor says of what is to run, by run_id; ``skip_oom=true`` sets aside what does not fit."""
-        with show_status(self.console, "predicting"):
+        with show_progress(self.console, "predicting"):
             return predict_planned_runs(self.request, self.plan)
 
     def show_plan(self, run_predictions: Mapping[str, PlannedRunPrediction]) -> None:
@@ -110,6 +105,8 @@ class PlannedSweep:
             self.request, self.plan, show_details=self.request.dry_run, predictions_by_run_id=run_predictions
         )
         self.console.print(table, soft_wrap=True)
+        for sentence in describe_assumptions(self.request, self.plan):
+            self.console.print(sentence, soft_wrap=True, markup=False, highlight=False)
         for variable_change in self.plan.list_changed_variables(os.environ):
             text = f"Recorded with another environment: {variable_change} are not measured again; force=true does."
             self.console.print(text, soft_wrap=True, markup=False)
@@ -131,7 +128,7 @@ class PlannedSweep:
         configs = (*self.plan.runs_to_report, *(config for config, _ in self.plan.skipped))
         run_ids = [config.run_id for config in configs]
         report = build_report_run(request.store, request.sweep) if has_report else None
-        with show_status(self.console, f"sending to {request.tracker.name}"):
+        with show_progress(self.console, f"sending to {request.tracker.name}"):
             client.send_runs(run_id for run_id in dict.fromkeys(run_ids) if run_id not in excluded_run_ids)
             client.send(runs=[report] if report else [])
         if client.counts["sent"] or client.counts["known"]:
@@ -275,7 +272,7 @@ def _show_predictions(
     if sweep.request.search != "largest_batch":
         sweep.console.print(build_prediction_table(configs, rows, sweep.request.cost_terms), soft_wrap=True)
         return
-    with show_status(sweep.console, "searching"):
+    with show_progress(sweep.console, "searching"):
         largest_batches = find_largest_batches(configs, predictor)
     table = build_predicted_batch_table(
         [(config, *batch_sizes) for config, batch_sizes in zip(configs, largest_batches, strict=True)]
@@ -363,7 +360,7 @@ def _predict_requested_runs(request: SweepRequest, plan: SweepPlan, console: Con
     predictor = SweepPredictor(request.store, request.sweep, force=request.force, recorded_rows=plan.recorded_rows)
     configs = [config for config in plan.to_run if config.is_predicted]
     if configs and not request.dry_run:
-        with show_status(console, f"predicting {len(configs)} runs"):
+        with show_progress(console, f"predicting {len(configs)} runs"):
             failures = [prediction for prediction in predict_configs(configs) if isinstance(prediction, Unpredictable)]
             if len(failures) == plan.size and all(failure.is_impossible for failure in failures):
                 raise UsageError(_format_impossible_sweep([failure.reason for failure in failures]))

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import shlex
-import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-from rich import progress as bars
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
 from bench.config.price import NO_COST_TERMS, CostTerms
 from bench.config.run_config import RunConfig
+from bench.core.presentation import format_memory, format_number
+from bench.core.progress import ProgressLine
 from bench.core.typed_config import format_override_value
-from bench.core.units import GIB, MIB
-from bench.launch.slurm.launcher import PlannedArray, SlurmLauncher
-from bench.launch.slurm.profile import SlurmProfile
-from bench.launch.slurm.submissions import JobArray, Submission
+from bench.hardware.interconnect import describe_network
 from bench.planning.planned_runs import PlannedRunPrediction, describe_predictions, format_duration
 from bench.planning.request import SweepRequest
 from bench.planning.sweep_plan import SweepPlan
@@ -43,7 +38,7 @@ FIT_STYLES = {"fits": "green", "too close to call": "magenta", "does not fit": "
 
 NO_PREDICTIONS: Mapping[str, PlannedRunPrediction] = {}
 
-PREDICTION_COLUMNS = ("fit", "reserved GiB", "takes", "GPU-hours", "$", "kWh")
+PREDICTION_COLUMNS = ("fit", "reserved", "takes", "GPU-hours", "$", "kWh")
 """What a dry run says of each run: `takes` includes what comes before the first step."""
 
 UNIT_COST_COLUMNS = ("$/1e9 tokens", "kWh/1e9 tokens")
@@ -91,6 +86,24 @@ def build_plan_table(
     return Group(*parts)
 
 
+def describe_assumptions(request: SweepRequest, plan: SweepPlan) -> list[str]:
+    """What nobody gave and decides the results: settings, and what predictions take for granted of the network."""
+    sentences = []
+    if request.not_given:
+        settings = ", ".join(f"{key}={value}" for key, value in request.not_given.items())
+        sentences.append(f"Not given: {settings} (each can be set as key=value).")
+    configs = [config for config in plan.runs_to_report if config.is_predicted and config.hardware.device != "cpu"]
+    widest: dict[str, RunConfig] = {}
+    for config in configs:
+        if config.gpus > max(1, widest[config.hardware.name].gpus if config.hardware.name in widest else 1):
+            widest[config.hardware.name] = config
+    sentences += [
+        f"Network of hardware={name}: {describe_network(config.hardware, config.gpus, config.gpus_per_node)}"
+        for name, config in widest.items()
+    ]
+    return sentences
+
+
 def _build_plan_details(plan: SweepPlan, predictions_by_run_id: Mapping[str, PlannedRunPrediction]) -> CompactTable:
     """A line per run: what it is, what is expected of it, and its state."""
     states_by_config: list[tuple[RunConfig, Text]] = [
@@ -115,7 +128,7 @@ def _format_run_prediction(run_prediction: PlannedRunPrediction | None) -> list[
     memory = run_prediction.memory
     return [
         format_fit(memory.verdict if memory else None),
-        f"{memory.reserved.value / GIB:,.1f}" if memory else "",
+        _format_peak(memory.reserved.value) if memory else "",
         format_duration(run_prediction.seconds),
         f"{run_prediction.gpu_hours:,.2f}",
         _format_scaled(run_prediction.dollars, 1, ",.2f"),
@@ -227,9 +240,7 @@ def build_result_table(
     cost_terms: CostTerms = NO_COST_TERMS,
 ) -> RenderableType:
     """A line per run: what it was and what it measured."""
-    on_cpu = all(config.hardware.device == "cpu" for config in configs)
-    unit, factor = ("GFLOP/s", 1000) if on_cpu else ("TFLOP/s", 1)
-    measured_columns = ("ms/step", unit, "peak MiB", *UNIT_COST_COLUMNS)
+    measured_columns = ("ms/step", "TFLOP/s", "peak", *UNIT_COST_COLUMNS)
     differences = _describe_differing_settings(configs)
     has_rehearsals = any(config.is_rehearsed for config in configs)
     title = REHEARSAL_TITLE if has_rehearsals else "Results (speed and memory per rank)"
@@ -243,34 +254,39 @@ def build_result_table(
         table.add_row(
             *cells,
             Text(status, style=STATUS_STYLES.get(status, "red")),
-            *_format_measurements(record, factor),
+            *_format_measurements(record),
             *_format_unit_costs(config, record, cost_terms),
         )
     return table
 
 
-def _format_measurements(record: Record | None, factor: int) -> list[str]:
+def _format_measurements(record: Record | None) -> list[str]:
+    """Milliseconds per step, TFLOP/s and peak memory per rank, in the units of the report's page."""
     if record is None or record["status"] not in FINISHED_STATUSES:
         return ["", "", ""]
     if record["status"] == "oom":
         requested_bytes = record.get("oom_bytes")
-        return ["in", record["oom_phase"], f"+{requested_bytes / MIB:.1f}" if requested_bytes else ""]
-    number_formats = (
-        ("step_time_median_s", 1000, ".1f"),
-        ("tflops_per_gpu", factor, ",.1f"),
-        ("peak_allocated_bytes", 2**-20, ",.1f"),
-    )
-    scaled_values = ((record.get(name), scale, digits) for name, scale, digits in number_formats)
-    return ["" if value is None else format(value * scale, digits) for value, scale, digits in scaled_values]
+        return ["in", record["oom_phase"], f"+{format_memory(requested_bytes)}" if requested_bytes else ""]
+    return [
+        _format_scaled(record.get("step_time_median_s"), 1e3),
+        _format_speed(record.get("tflops_per_gpu")),
+        _format_peak(record.get("peak_allocated_bytes")),
+    ]
+
+
+def _format_speed(tflops: float | None) -> str:
+    return "" if tflops is None else format_number(tflops)
+
+
+def _format_peak(num_bytes: float | None) -> str:
+    return "" if num_bytes is None else format_memory(num_bytes)
 
 
 def build_prediction_table(
     configs: Sequence[RunConfig], rows_by_run_id: Mapping[str, Record], cost_terms: CostTerms = NO_COST_TERMS
 ) -> RenderableType:
     """A line per prediction: will it fit, how fast will it be, what limits it."""
-    on_cpu = all(config.hardware.device == "cpu" for config in configs)
-    unit, unit_bytes = ("MiB", MIB) if on_cpu else ("GiB", GIB)
-    number_columns = ("ms/step", "TFLOP/s", f"peak {unit}", f"reserved {unit}", *UNIT_COST_COLUMNS)
+    number_columns = ("ms/step", "TFLOP/s", "peak", "reserved", *UNIT_COST_COLUMNS)
     title = "Predictions (speed and memory per rank; nothing ran)"
     differences = _describe_differing_settings(configs)
     table = CompactTable(
@@ -287,9 +303,9 @@ def build_prediction_table(
             *cells,
             format_fit(record.get("fit")),
             _format_scaled(record.get("step_time_median_s"), 1e3),
-            _format_scaled(record.get("tflops_per_gpu"), 1),
-            _format_scaled(record.get("peak_allocated_bytes"), 1 / unit_bytes),
-            _format_scaled(record.get("peak_reserved_bytes"), 1 / unit_bytes),
+            _format_speed(record.get("tflops_per_gpu")),
+            _format_peak(record.get("peak_allocated_bytes")),
+            _format_peak(record.get("peak_reserved_bytes")),
             *_format_unit_costs(config, record, cost_terms),
             Text(limiting_factor),
         )
@@ -339,141 +355,39 @@ def build_batch_search_table(sizes: Sequence[tuple[RunConfig, int | None]]) -> R
 
 
 class SweepProgress:
-    """Shows which run is on, how far the sweep is and how long it will take; on a terminal only.
+    """Shows which run is on, how far the sweep is, how long it has taken and will; on a terminal only.
 
     Elsewhere it is quiet but for runs that came to no result.
     """
 
     def __init__(self, console: Console, total: int) -> None:
         self._console = console
-        self._progress_bar = bars.Progress(
-            bars.TextColumn("{task.completed}/{task.total}"),
-            bars.BarColumn(bar_width=min(30, shutil.get_terminal_size().columns // 4)),
-            bars.TimeRemainingColumn(),
-            bars.TextColumn("{task.description}"),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
-        )
-        self._task = self._progress_bar.add_task("starting", total=total)
+        self._line = ProgressLine(console, total, "starting")
 
     def __enter__(self) -> SweepProgress:
-        self._progress_bar.__enter__()
+        self._line.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._progress_bar.__exit__(kind, error, traceback)
+        self._line.__exit__(kind, error, traceback)
 
     def show_event(self, event: dict[str, Any]) -> None:
         """Show one event of the launcher."""
         if event["event"] == "start":
-            self._progress_bar.update(self._task, description=event["label"])
+            self._line.show(event["label"])
         elif event["event"] == "end":
             style = STATUS_STYLES.get(event["status"], "")
             if self._console.is_terminal or event["status"] not in FINISHED_STATUSES:
                 line = Text.assemble((f"{event['status']:9}", style), f"{event['label']}: {event['summary']}")
                 self._console.print(line, soft_wrap=True)
         elif event["event"] == "task done":
-            self._progress_bar.advance(self._task)
+            self._line.advance()
         elif event["event"] == "taken":
             self._console.print(Text(f"left     {event['label']}: job {event['by']} is executing it"), soft_wrap=True)
         elif event["event"] in ("lost", "stuck"):
             self._console.print(
                 Text(f"{event['event']:8} {event['label']}: {event['error']}", style="red"), soft_wrap=True
             )
-            self._progress_bar.advance(self._task)
-
-
-# --- What a sweep on a cluster shows in the terminal: the arrays, their scripts, and how to go on.
-
-
-def build_arrays_table(launcher: SlurmLauncher, arrays: Sequence[JobArray]) -> RenderableType:
-    """A line per array: its shape, its runs and what they will cost."""
-    profile = launcher.profile
-    numeric_columns = ("runs", "nodes", "tasks/node", "time limit", "GPU-hours", "at most")
-    table = Table(box=None, pad_edge=False, title=f"Arrays for cluster={profile.name}", title_justify="left")
-    for name in ("array", *numeric_columns):
-        table.add_column(name, no_wrap=True, justify="right" if name in numeric_columns else "left")
-    for array in arrays:
-        table.add_row(
-            array.name,
-            str(len(array.entries)),
-            str(array.nodes),
-            str(array.tasks_per_node),
-            f"{array.time_limit_min} min",
-            f"{array.gpu_hours:,.2f}",
-            f"{array.max_gpu_hours:,.2f}",
-        )
-    parallelism_text = (
-        "one run at a time" if profile.parallelism == 1 else f"at most {profile.parallelism} runs at once"
-    )
-    exclusive_text = ", on nodes of their own" if profile.exclusive else ""
-    expected_gpu_hours, max_gpu_hours = (
-        sum(array.gpu_hours for array in arrays),
-        sum(array.max_gpu_hours for array in arrays),
-    )
-    lines = [
-        f"{sum(len(array.entries) for array in arrays)} runs in {len(arrays)} arrays, "
-        f"{parallelism_text}{exclusive_text}: "
-        f"about {expected_gpu_hours:,.2f} GPU-hours, at most {max_gpu_hours:,.2f}.",
-        "sbatch: " + " ".join(_list_sbatch_options(profile)),
-    ]
-    lines += [
-        f"Too short: a run of array {array.name} is expected to take {format_duration(array.longest_s)}, its time "
-        "limit is "
-        f"{array.time_limit_min} min. Choose cluster.time_limit_min."
-        for array in arrays
-        if array.longest_s > 60 * array.time_limit_min
-    ]
-    if launcher.unchecked_reason is not None:
-        lines.append(f"Nothing of this was checked with the cluster: {launcher.unchecked_reason}.")
-    return Group(table, *(Text(line) for line in lines))
-
-
-def _list_sbatch_options(profile: SlurmProfile) -> Iterator[str]:
-    """What all arrays ask for alike, as options of sbatch."""
-    parameters = profile.build_sbatch_parameters(job_name="", nodes=1, tasks_per_node=1, time_limit_min=1)
-    for name in ("partition", "account", "qos", "constraint", "nodelist", "exclude", "comment", "wckey", "exclusive"):
-        if parameters[name] is not None:
-            yield f"--{name}" if parameters[name] is True else f"--{name}={parameters[name]}"
-    if profile.gpu_request != "none":
-        yield (
-            f"--{profile.gpu_request}={'gpu:' if profile.gpu_request == 'gres' else ''}"
-            + (f"{profile.gpu_type}:" if profile.gpu_type else "")
-            + "<tasks/node>"
-        )
-    if profile.cpus_per_gpu is not None:
-        yield f"--cpus-per-task={profile.cpus_per_gpu}"
-    if profile.memory_gb_per_gpu is not None:
-        yield f"--mem=<tasks/node x {profile.memory_gb_per_gpu:g} GB>"
-    for name, value in parameters["additional_parameters"].items():
-        yield f"--{name}" if value is True else f"--{name}={value}"
-
-
-def list_scripts(
-    launcher: SlurmLauncher, planned_arrays: Sequence[PlannedArray], store: Path, submission_name: str
-) -> Iterator[str]:
-    """The sbatch script of each array."""
-    for planned_array in planned_arrays:
-        title = f"# ---- array {planned_array.array.name}: {len(planned_array.array.entries)} runs"
-        yield f"{title}\n{launcher.build_script(planned_array.array, store, submission_name)}"
-
-
-def build_submission_text(submission: Submission, store: Path) -> RenderableType:
-    """The ids of the jobs, and what to type next."""
-    lines = []
-    for array in submission.arrays:
-        job_id = submission.read_job_id(array)
-        element_ids = f"{job_id}_[0-{len(array.entries) - 1}]" if len(array.entries) > 1 else job_id
-        lines.append(
-            f"Submitted job {element_ids}: {len(array.entries)} runs on {array.nodes} x {array.tasks_per_node}"
-        )
-    quoted_store = shlex.quote(str(store))
-    lines += [
-        f"Follow:   python -m bench.jobs watch {quoted_store}",
-        f"Collect:  python -m bench.jobs collect {quoted_store}",
-        f"Cancel:   python -m bench.jobs cancel {quoted_store}",
-    ]
-    return Group(*(Text(line) for line in lines))
+            self._line.advance()

@@ -103,7 +103,17 @@ def load_tracker(values: dict[str, Any]) -> Tracker:
     name = values.get("name")
     if not isinstance(name, str):
         raise invalid_value_error("tracker.name", name, "the name of a file under bench/tracking")
-    tracker: Tracker = build_dataclass(
-        "tracker", find_plugin_class("tracker.name", name, sys.modules["bench.tracking"], Tracker), values
-    )
+    tracker: Tracker = build_dataclass("tracker", load_tracker_class(name), values)
     return tracker
+
+
+def load_tracker_class(name: str) -> type[Tracker]:
+    """The class of a tracker.
+
+    Raises
+    ------
+    UsageError
+        If there is no such file under ``bench/tracking``.
+    """
+    tracker_class: type[Tracker] = find_plugin_class("tracker.name", name, sys.modules["bench.tracking"], Tracker)
+    return tracker_class

@@ -287,7 +287,7 @@ def _count_flops(reading: Reading, config: RunConfig, quantity: Quantity) -> flo
         return 4 / 3 * config.trained_model.count_flops_per_sequence(config.sequence_length).model_flops
     if convention in SUITE_COLUMNS:
         columns = compute_speed_columns(config, 1.0)["flops"]
-        return columns[convention] / (config.batch_size_per_gpu * config.gradient_accumulation)
+        return columns[convention] / config.sequences_per_gpu
     flops = count_flops_per_sequence(convention, config.model, config.sequence_length)
     return flops * 3 / 4 if convention == "megatron" and not is_checkpointed else flops
 

@@ -2,8 +2,9 @@
 
 ``[[= expression =]]`` in a page is replaced before it is parsed.
 
-Expressions call the functions of `reference_tables` (commands, configuration, columns, strategies, Python API) and
-`row_numbers` (numbers of committed rows). A name that does not exist stops the build.
+Expressions call the functions of `reference_tables` (commands, configuration, columns, strategies, Python API),
+`row_numbers` (numbers of committed rows) and `claim_pages` (verdicts on claims). A name that does not exist stops the
+build.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import importlib.util
 import inspect
 from typing import Any
 
+import claim_pages
 import reference_tables
 import row_numbers
 from docutils import nodes
@@ -24,7 +26,7 @@ OPEN, CLOSE = "[[=", "=]]"
 
 
 def build_environment() -> Environment:
-    """Jinja with every public function of the two modules."""
+    """Jinja with every public function of the three modules."""
     environment = Environment(
         variable_start_string=OPEN,
         variable_end_string=CLOSE,
@@ -35,7 +37,7 @@ def build_environment() -> Environment:
         undefined=StrictUndefined,
         keep_trailing_newline=True,
     )
-    for module in (reference_tables, row_numbers):
+    for module in (reference_tables, row_numbers, claim_pages):
         functions = inspect.getmembers(module, inspect.isfunction)
         environment.globals |= {
             name: function

@@ -37,6 +37,9 @@ STORES = {
 }
 """Folders of ``results`` by the names of their reports on the site, those that take longest first."""
 
+MAX_FIGURES = 60
+"""Of a report: more than it draws unless it is asked to, as pages of the site show some of the later ones."""
+
 FIGURE_PATTERN = re.compile(r'data-figure="([^"]+)" alt="([^"]*)".*?<figcaption>(.*?)<span', re.DOTALL)
 
 
@@ -57,6 +60,7 @@ def _draw_report(name: str, code_hash: str) -> None:
         for store in STORES[name]:
             shutil.copytree(ROOT / "results" / store, Path(stores, "results", store))
         command = [sys.executable, "-m", "bench.report", "results", "--output", str(folder), "--no-interactive"]
+        command += ["--figures", str(MAX_FIGURES)]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         done = subprocess.run(command, cwd=stores, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:

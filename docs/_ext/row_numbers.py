@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from bench.config.compose import compose_config
 from bench.config.run_config import build_run_config
 from bench.core.errors import UsageError
+from bench.core.presentation import format_memory
 from bench.hardware.detect import DetectedDevice
 from bench.planning.request import parse_sweep_request
 from bench.planning.run_predictions import Unpredictable, predict_configs
@@ -285,7 +286,7 @@ SHOWN_RUNS = (("t5_tiny", None), ("t5_mini", 0.27))
 
 def write_default_sweep() -> str:
     """Lines of the default sweep's table as the terminal shows them, from the committed rows of it."""
-    lines = [("model", "strategy", "ranks x batch", "limit", "status", "ms/step", "peak MiB")]
+    lines = [("model", "strategy", "ranks x batch", "limit", "status", "ms/step", "peak")]
     for model, limit_gib in SHOWN_RUNS:
         rows = [
             row
@@ -304,9 +305,9 @@ def write_default_sweep() -> str:
                     f"{limit_gib} GiB" if limit_gib else "",
                     row["status"],
                     f"in {row['oom_phase']}" if out_of_memory else f"{1000 * row['step_time_median_s']:.1f}",
-                    f"+{row['oom_bytes'] / 2**20:.1f}"
+                    f"+{format_memory(row['oom_bytes'])}"
                     if out_of_memory
-                    else f"{row['peak_allocated_bytes'] / 2**20:.1f}",
+                    else format_memory(row["peak_allocated_bytes"]),
                 )
             )
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]

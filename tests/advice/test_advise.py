@@ -458,7 +458,10 @@ def test_the_page(width, capsys, monkeypatch):
     advice_case = read_case(capsys, *MODEL_OVERRIDES, *arguments)
     flowing = " ".join(out.split())
     changed = "model.hidden_size=512, model.num_layers=8 and hardware.memory_limit_gib=0.3"
-    assert f"64 tokens per sequence, the largest batch that fits; with {changed}. 1. How many" in flowing
+    assert (
+        f"64 tokens per sequence, the largest batch that fits; with {changed}. Not given: precision=bf16. 1. How"
+        in flowing
+    )
     for step in advice_case["steps"]:
         assert f"{step['number']}. {step['question']} → {step['answer']} {step['because']}." in flowing
     assert advice_case["agreement"] in flowing

@@ -125,7 +125,8 @@ def data(capsys, *arguments: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("typed", MISTAKES)
 def test_a_mistake_earns_one_sentence(typed, capsys, tmp_path):
-    code, out, err = asked(capsys, *typed.split())
+    model = [] if "model" in typed else ["model=t5_tiny"]
+    code, out, err = asked(capsys, *model, *typed.split())
     assert (code, out) == (2, ""), err
     assert len(err.splitlines()) == 1, err
     for part in MISTAKES[typed]:

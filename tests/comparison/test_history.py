@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import urllib.parse
 from datetime import date, timedelta
 from pathlib import Path
 
 import numpy as np
 import pytest
+from playwright.sync_api import sync_playwright
 
 from bench import history as command
 from bench.comparison import CANNOT_TELL, IMPROVEMENT, REGRESSION, build_histories
@@ -26,6 +28,7 @@ from bench.reporting.regressions.sections import (
 )
 from tests.records_fixture import write_store
 from tests.repeated_runs import PEAK_BYTES, draw_step_times, make_runs, move_to_gpus
+from tests.reporting.test_report_browser import ARGUMENTS, CHROMIUM
 
 
 def make_sha(number):
@@ -336,3 +339,40 @@ def test_what_can_be_found_as_curves_and_as_numbers():
     five = next(row for row in listing.rows if row[0] == "5")
     spread = next(name for name in listing.columns if name.startswith("spread 1"))
     assert 1.5 < float(five[listing.columns.index(spread)].removesuffix(" %")) < 4
+
+
+# The page
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")
+def test_the_page_names_the_commit_lists_every_configuration_and_links_to_rows(stores, tmp_path):
+    output = tmp_path / "out"
+    assert command.main([*(str(store) for store in stores), "--output", str(output)]) == 0
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+        page = browser.new_page()
+        complaints = []
+        page.on("console", lambda message: complaints.append(message.text))
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.goto((output / "index.html").as_uri())
+        first = page.locator("h2#changes + .scroll tbody tr").filter(has_text="step time")
+        assert make_sha(9)[:7] in (first.first.text_content() or "")
+        rows = page.locator("#configurations tbody tr")
+        assert rows.count() == 6  # two configurations, each with time, speed and memory
+        page.locator("#words").fill("gpt_tiny")
+        page.wait_for_function("document.getElementById('count').textContent === '3 of 6'")
+        assert page.locator("section:visible").count() == 3
+        page.locator("#words").fill("")
+        page.locator("#changed").check()
+        page.wait_for_function("document.getElementById('count').textContent !== '6 of 6'")
+        page.locator("#changed").uncheck()
+        links = page.locator("section details a").evaluate_all("all => all.map(link => link.href)")
+        assert len(links) == 6 * 20 * 2
+        row = json.loads(Path(urllib.parse.urlparse(links[0]).path).read_text())
+        assert row["model"] == "t5_tiny"
+        page.locator("section img").first.scroll_into_view_if_needed()
+        page.wait_for_function("document.querySelector('section img').naturalWidth > 100")
+        assert complaints == []
+        page.screenshot(path=str(tmp_path / "history.png"), full_page=False)
+        browser.close()

@@ -37,7 +37,7 @@ BAD_COMMAND_LINES: dict[str, tuple[str, ...]] = {
     "optimizer=adam": ("optimizer=adam", "adafactor, adamw", "muon, sgd"),
     "hardware=h100": ("hardware=h100", "auto, b200"),
     "cluster=loca": ("cluster=loca", "local"),
-    "sweep=defalt": ("sweep=defalt", "adhoc, cpu_times, default"),
+    "sweep=defalt": ("sweep=defalt", "adhoc, claims, cpu_times, default"),
     "-m sweep=default,adhoc": ("sweep=default,adhoc", "one value"),
     # fields
     "gpu=4": ("gpu ", "not a field", "gpus", "batch_size_per_gpu"),
@@ -228,7 +228,7 @@ BAD_COMMAND_LINES: dict[str, tuple[str, ...]] = {
     "tracker=wandb tracker.tags=baseline": ("tracker.tags=baseline", "a list"),
     "tracker=wandb tracker.base_url=example.org": ("tracker.base_url=example.org", "https://"),
     "tracker=wandb tracker.time_limit_s=0": ("tracker.time_limit_s=0", "at least 1"),
-    "tracker=wandb tracker.name=mlflow": ("tracker.name=mlflow", "none, wandb"),
+    "tracker=wandb tracker.name=tensorboard": ("tracker.name=tensorboard", "mlflow, none, wandb"),
     "tracker.mode=online": ("tracker.mode ", "tracker=none"),
     "-m tracker=none,wandb": ("tracker=none,wandb", "one value"),
     "mode=rehearsal": ("mode=rehearsal", "measure, rehearse, predict"),

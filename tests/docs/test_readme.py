@@ -32,7 +32,7 @@ def write_predict() -> str:
     advice, table, *_ = (part.splitlines() for part in re.split(r"\n\s*\n", output.getvalue()))
     network_line, model_line, *sentences = advice
     wrapped = textwrap.wrap(" ".join(" ".join(sentences).split()), MAX_LINE_LENGTH - 4)
-    lines = [network_line, model_line, *wrapped, "", *table]
+    lines = [network_line, *textwrap.wrap(model_line, MAX_LINE_LENGTH - 4), *wrapped, "", *table]
     return "```text\n" + "\n".join(line.rstrip() for line in lines) + "\n```\n"
 
 

@@ -15,7 +15,7 @@ from bench.models.materialize import Materializer
 from bench.models.moe import EXPERT_COUNT_FIELDS, MixtureOfExpertsFamily
 from bench.models.traced_flops import trace_flops
 from bench.prediction.predictor import predict_runs
-from bench.strategies.fsdp import choose_sharded_dimension
+from bench.strategies.fsdp.plan import choose_sharded_dimension
 from tests.conftest import compose_run_config
 
 PUBLISHED = {

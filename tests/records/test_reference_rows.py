@@ -32,6 +32,7 @@ SWEEPS: dict[str, list[tuple[str, ...]]] = {
         ("sweep=memory_cpu", "model=t5_mini"),
         ("sweep=memory_cpu", "model=gpt_mini", "model.activation=gelu_new"),
     ],
+    "claims": [("sweep=claims",)],
 }
 """What each store holds, as it is typed."""
 EXACT = 1e-6

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib.colors import to_hex
 
 from bench.config.run_config import RunConfig
 from bench.prediction.predicted_row import build_predicted_row
@@ -19,7 +20,7 @@ from bench.records.store import validate_record
 from bench.reporting.drawing import style
 from bench.reporting.drawing.drawing import ReportSection
 from bench.reporting.figures import paper
-from bench.reporting.paper.paper import compute_deviations
+from bench.reporting.paper.deviations import compute_deviations
 from bench.reporting.tables.table import prepare_table
 from tests.config.test_sweeps import runs
 from tests.reporting.test_report import overlaps, words
@@ -153,8 +154,55 @@ def test_out_of_memory_is_a_mark_in_both_kinds():
         ("FSDP, full replication", "predicted"),
     ]
     (drawing,) = draw(predicted("model_scale")).drawings
-    assert words(drawing.figure).count("OOM") == 4
+    crosses = [line for axes in drawing.figure.axes for line in axes.lines if line.get_marker() == "X"]
+    assert len(crosses) == 2 + 3 + 1, "of the store two and one, of the paper one in each of three panels"
+    assert "OOM" in words(drawing.figure)
     assert "out of memory" in drawing.alt
+
+
+@pytest.mark.slow
+def test_bars_are_grouped_by_model_with_their_errors_in_percent():
+    points = shown(predicted("model_scale"), "Figure 6(a)")
+    (drawing,) = draw(predicted("model_scale")).drawings
+    panels = drawing.figure.axes
+    columns = list(dict.fromkeys(points.query("evidence == 'predicted'")["column"]))
+    assert [axes.get_title(loc="left").partition(":")[0] for axes in panels] == columns
+    published = points.query("evidence == 'published'").set_index(["panel", "series"])["value"]
+    for axes, column in zip(panels, columns, strict=True):
+        predictions = points[points["column"] == column].dropna(subset="value")
+        bars = sorted(axes.patches, key=lambda bar: bar.get_x())
+        assert len(bars) == len(predictions) + published.notna().sum()
+        assert [label.get_text() for label in axes.get_xticklabels()] == ["T5 611M", "T5 2.28B", "T5 11.3B"]
+        errors = (
+            predictions["value"]
+            / published[list(zip(predictions["panel"], predictions["series"], strict=True))].to_numpy()
+            - 1
+        )
+        wanted = sorted(f"{100 * error:+.0f} %".replace("-", "−") for error in errors)
+        assert sorted(text.get_text() for text in axes.texts) == wanted
+        assert f"{abs(errors).mean():.0%} off on average".replace("%", " %") in axes.get_title(loc="left")
+    colours = {to_hex(bar.get_edgecolor()) for axes in panels for bar in axes.patches}
+    kinds = ("ddp", "fsdp1/no_shard", "fsdp1/hybrid_shard", "fsdp1/full_shard")
+    assert colours == {style.find_strategy_colour(kind) for kind in kinds}, "each as everywhere"
+
+
+@pytest.mark.slow
+def test_lines_say_how_far_they_are_off_and_what_their_intervals_hold():
+    figures = draw(predicted("memory")).drawings
+    drawing = next(one for one in figures if "8(c)" in one.title)
+    said = " ".join(words(drawing.figure))
+    points = shown(predicted("memory"), "Figure 8(c)").dropna(subset="value")
+    keys = ["quantity", "series", "world_size"]
+    pairs = points.query("evidence == 'predicted'").merge(
+        points.query("evidence == 'published'"), on=keys, suffixes=("", "_paper")
+    )
+    for quantity, group in pairs.groupby("quantity"):
+        errors = group["value"] / group["value_paper"] - 1
+        assert f"predicted {quantity}: {100 * abs(errors).mean():.1f} % off on average" in said
+        stated = group[group["high"] > group["low"]]
+        inside = (stated["low"] <= stated["high_paper"]) & (stated["low_paper"] <= stated["high"])
+        if len(stated):
+            assert f"intervals hold {inside.sum()} of {len(stated)} published points" in said
 
 
 @pytest.mark.slow

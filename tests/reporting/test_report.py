@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import re
 from html.parser import HTMLParser
 from pathlib import Path
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.image import imread
 from matplotlib.text import Text
 
 from bench.comparison.result import name_configurations
@@ -21,8 +24,9 @@ from bench.records.matching import build_run_key
 from bench.report import main
 from bench.reporting import build_report, write_report
 from bench.reporting.drawing import style
-from bench.reporting.drawing.drawing import ReportSection
-from bench.reporting.figures import FIGURE_MODULES, memory, oom_map, scaling, spread, throughput
+from bench.reporting.drawing.direct_labels import MAX_LEGEND_ENTRIES, spread_apart
+from bench.reporting.drawing.drawing import ReportSection, draw_caption, save_drawing
+from bench.reporting.figures import FIGURE_MODULES, agreement, memory, oom_map, paper, scaling, spread, throughput
 from bench.reporting.tables import frontier
 from bench.reporting.tables.table import compute_step_times_s, prepare_table
 from bench.sweeps.tables import _describe_differing_settings
@@ -346,7 +350,7 @@ def test_one_world_size_is_no_scaling():
 def test_page_is_complete_in_itself(default):
     page = Page(default / "report" / "index.html")
     assert page.executed == [{}]
-    assert {script.get("id") for script in page.scripts} <= {None, "details", "figures", "charts", "library"}
+    assert {script.get("id") for script in page.scripts} <= {None, "rows", "details", "figures", "charts", "library"}
     for reference in page.references:
         assert reference.startswith(("data:", "#")), reference
     assert {reference[1:] for reference in page.references if reference.startswith("#")} <= page.ids
@@ -513,9 +517,44 @@ def lab(colour: str, matrix) -> np.ndarray:
     return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
 
 
+def compute_contrast(first: str, second: str) -> float:
+    """WCAG 2.2's contrast of two colours, 1 to 21."""
+    low, high = sorted((lab_luminance(first), lab_luminance(second)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def lab_luminance(colour: str) -> float:
+    encoded = np.array([int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)])
+    linear = np.where(encoded <= 0.04045, encoded / 12.92, ((encoded + 0.055) / 1.055) ** 2.4)
+    return float(linear @ [0.2126, 0.7152, 0.0722])
+
+
+def test_every_colour_can_be_read_on_white_and_on_black():
+    marks = style.list_stated_marks()
+    assert len(marks) > 30
+    colours = [*(mark.colour for mark in marks.values()), *style.SPARE_COLOURS, style.OOM_COLOUR, style.LIMIT_COLOUR]
+    for colour in (*colours, *paper.SERIES_COLOURS, *agreement.SOURCE_COLOURS):
+        assert compute_contrast(colour, "#ffffff") >= 3, colour
+        assert compute_contrast(colour, "#000000") >= 3, colour
+
+
+def test_similar_colours_have_different_markers():
+    for (one, first), (two, second) in itertools.combinations(style.list_stated_marks().items(), 2):
+        assert first.marker != second.marker or not style.is_similar_colour(first.colour, second.colour), (one, two)
+
+
+def test_a_strategy_looks_the_same_whatever_else_is_in_a_report():
+    variants = {key.label: key for key in prepare_table(make_default_sweep())["variant_key"]}
+    variants |= {key.label: key for key in prepare_table(long_and_many())["variant_key"]}
+    marks = style.build_palette(variants.values())
+    for label, variant in variants.items():
+        assert style.build_palette([variant]) == {label: marks[label]}
+
+
 @pytest.mark.parametrize("blindness", BLINDNESS)
 def test_colours_of_the_variants_differ_for_everyone(blindness):
-    main_kinds = ("ddp", "fsdp/full_replication", "fsdp/hybrid_shard", "fsdp/full_shard", "fsdp/unsharded")
+    main_kinds = ("ddp", "zero1", "fsdp/full_replication", "fsdp/hybrid_shard", "fsdp/shard_grad_op", "fsdp/full_shard")
+    main_kinds += ("fsdp/unsharded", "fsdp1/full_shard")
     for one, two in itertools.combinations(main_kinds, 2):
         seen = [lab(style.find_strategy_colour(kind), BLINDNESS[blindness]) for kind in (one, two)]
         assert np.linalg.norm(seen[0] - seen[1]) > 10, (one, two)
@@ -579,11 +618,42 @@ def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path, capsys):
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_no_label_of_the_committed_predictions_covers_another():
-    rows = read_latest_attempts(ROOT / "results" / "predicted" / "a100_80gb").records
+@pytest.mark.parametrize("store", ["predicted/a100_80gb", "measured/strategies", "measured/cpu_2core"])
+def test_figures_of_committed_rows_can_be_read(store, tmp_path):
+    """No text leaves its figure or covers another, legends are short, and what is saved has its caption."""
+    rows = read_latest_attempts(ROOT / "results" / store).records
     for figure in FIGURE_MODULES:
         for drawing in draw(figure, rows).drawings:
             assert overlaps(drawing.figure) == [], drawing.name
+            assert all(len(legend.get_texts()) <= MAX_LEGEND_ENTRIES for legend in drawing.figure.legends), drawing.name
+            caption = draw_caption(drawing)
+            assert overlaps(caption) == [], drawing.name
+            assert " ".join(words(caption)).startswith(drawing.caption[:60].rpartition(" ")[0]), drawing.name
+
+
+def test_saved_figures_carry_their_captions(tmp_path):
+    (drawing,) = draw(throughput, [make_record(), make_record(strategy="fsdp")]).drawings
+    svg_text = save_drawing(drawing, tmp_path)
+    saved = (tmp_path / f"{drawing.name}.svg").read_text()
+    pixels = imread(tmp_path / f"{drawing.name}.png")
+    dpi = style.RC_PARAMS["savefig.dpi"]
+    assert pixels.shape[1] == int(drawing.figure.get_figwidth() * dpi)
+    below = pixels[int(drawing.figure.get_figheight() * dpi) :]
+    assert len(below) > 20
+    assert below[..., :3].min() < 0.6, "there are letters"
+    shown = " ".join(re.findall("<!-- (.*?) -->", saved))
+    assert drawing.caption in shown
+    assert drawing.caption not in " ".join(re.findall("<!-- (.*?) -->", svg_text))
+    ElementTree.fromstring(saved)
+
+
+@pytest.mark.parametrize("positions", [[0.1, 0.11, 0.12], [0.98, 0.99, 1.0], [0.0, 0.5, 1.0], [0.5] * 6])
+def test_direct_labels_keep_apart_and_inside(positions):
+    spread = spread_apart(positions, 0.1)
+    assert all(second - first >= 0.1 - 1e-9 for first, second in itertools.pairwise(spread))
+    assert spread[-1] <= 1
+    assert spread == sorted(spread)
+    assert spread_apart([0.2, 0.7], 0.1) == [0.2, 0.7], "those that have room stay"
 
 
 @pytest.mark.long

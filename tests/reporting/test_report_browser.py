@@ -6,6 +6,7 @@ Driven by Playwright with the system's Chromium. Where there is none the tests a
 from __future__ import annotations
 
 import copy
+import io
 import os
 import re
 import shutil
@@ -15,9 +16,12 @@ from typing import Any
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
+from matplotlib.image import imread
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
-from bench.reporting import build_report
+from bench.records import StoreContents
+from bench.reporting import build_report, write_report
+from tests.conftest import FULL_SCALE
 from tests.records_fixture import make_default_sweep, make_record, write_store
 
 pytestmark = pytest.mark.slow
@@ -114,8 +118,8 @@ class Visit:
 
     def check(self) -> None:
         """Nothing was complained of, and nothing asked of a network."""
-        asked = {url.partition("#")[0] for url in self.requests if not url.startswith(("data:", "blob:"))}
-        assert (self.complaints, asked) == ([], {self.url.partition("#")[0]})
+        asked = {re.split("[?#]", url)[0] for url in self.requests if not url.startswith(("data:", "blob:"))}
+        assert (self.complaints, asked) == ([], {re.split("[?#]", self.url)[0]})
 
 
 @pytest.fixture(scope="module")
@@ -225,6 +229,106 @@ def test_words_and_choices_filter_and_the_number_shown_is_announced(page):
     for evidence in ("rehearsed", "predicted"):
         page.get_by_label("Evidence", exact=True).select_option(evidence)
         assert texts(page, "Evidence") == [evidence]
+
+
+def test_what_tells_runs_apart_stands_beside_the_strategy_and_filters(visit):
+    page = visit(size={"width": 1440, "height": 900})
+    expect(page.locator("#filters")).to_be_visible()
+    titles = [title.strip() for title in page.locator("#runs-table thead th").all_inner_texts()]
+    beside = ["Strategy", "Ranks", "Batch × sequence", "Checkpointing", "Evidence"]
+    assert titles[1 : 1 + len(beside)] == beside
+    box = page.locator("#runs .box.tall").bounding_box()
+    for place in range(2, 2 + len(beside)):
+        cell = page.locator(f"#runs-table thead th:nth-child({place})").bounding_box()
+        assert cell["x"] + cell["width"] <= box["x"] + box["width"], "seen without scrolling"
+    page.get_by_label("Ranks", exact=True).select_option("4")
+    assert set(texts(page, "Ranks")) == {"4"}
+    page.get_by_label("Batch", exact=True).select_option("4")
+    assert {text.partition(" ")[0] for text in texts(page, "Batch × sequence")} == {"4"}
+
+
+def test_a_selection_is_in_the_address_and_comes_back_with_it(visit):
+    page = visit()
+    page.get_by_label("Status", exact=True).select_option("oom")
+    page.get_by_label("Search").fill("t5")
+    page.locator("#runs-table thead").get_by_role("button", name="Strategy").click()
+    expect(page.locator("#shown")).to_have_text(re.compile(r"^\d+ of "))
+    shown = texts(page, "Run")
+    address = page.url
+    assert "status=oom" in address
+    assert "search=t5" in address
+    assert "sort=Strategy" in address
+    again = visit(address.partition("index.html")[2])
+    expect(again.locator("#shown")).to_have_text(page.locator("#shown").inner_text())
+    assert texts(again, "Run") == shown
+    assert again.get_by_label("Status", exact=True).input_value() == "oom"
+    again.get_by_role("button", name="Show all").click()
+    expect(again.locator("#shown")).to_have_text(re.compile("^All "))
+    assert "?" not in again.url
+    lost = visit("?status=nothing&sort=Nothing&ranks=<b>#runs")
+    expect(lost.locator("#shown")).to_have_text(re.compile("^All "))
+
+
+def test_a_finding_leads_to_its_runs(page):
+    link = page.locator("#findings a[data-runs]").first
+    wanted = link.get_attribute("data-runs").split(",")
+    link.click()
+    expect(page.locator("#shown")).to_have_text(re.compile(f"^{len(wanted)} of .* those of a finding"))
+    anchors = page.locator("#runs-table tbody tr").evaluate_all("rows => rows.map(row => row.id)")
+    assert {anchor.removeprefix("run-") for anchor in anchors} == set(wanted)
+    assert f"runs={link.get_attribute('data-runs')}" in page.url
+    page.get_by_role("button", name="Show all").click()
+    page.get_by_role("link", name="Show them in the table").click()
+    assert set(texts(page, "Status")) == {"oom"}
+
+
+def test_figures_are_dark_in_the_dark(visit):
+    """A pixel at the corner of a figure: of its paper."""
+    brightness = {}
+    for scheme in ("light", "dark"):
+        image = visit(color_scheme=scheme).locator("figure img").first
+        image.scroll_into_view_if_needed()
+        expect(image).to_have_attribute("src", re.compile("^blob:"))
+        image.evaluate("image => image.decode()")
+        pixels = imread(io.BytesIO(image.screenshot()))
+        brightness[scheme] = float(pixels[2, 2, :3].mean())
+    assert brightness["light"] > 0.95
+    assert brightness["dark"] < 0.2
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("num_rows", [512, 10_000] if FULL_SCALE else [512])
+def test_a_page_of_many_runs_is_small_and_opens_soon(browser, tmp_path, num_rows):
+    """5 MB, and the table ready within 2 seconds on two cores with nothing else to do, more where they are busy."""
+    seeds = [row for row in make_default_sweep() if row["world_size"] > 1]
+    rows = []
+    for number in range(num_rows):
+        row = seeds[number % len(seeds)]
+        varied = {"repeat": number // len(seeds) % 5, "batch_size_per_gpu": 1 + number // len(seeds) // 5}
+        times = {"step_time_median_s": row["step_time_median_s"] * (1 + number % 7 / 100)} if "ranks" in row else {}
+        config = {**row["config"], **varied}
+        rows.append({**row, **varied, **times, "config": config, "run_id": f"{number:016x}"})
+    file = write_report(StoreContents(rows), "many runs", tmp_path)
+    assert file.stat().st_size < 5_000_000
+    visit = Visit(browser, file.as_uri())
+    expect(visit.page.locator("#shown")).to_have_text(f"All {num_rows} runs are shown.")
+    timing = "performance.getEntriesByType('navigation')[0].loadEventEnd"
+    assert visit.page.evaluate(timing) < 6000
+    assert visit.page.evaluate("document.documentElement.scrollHeight") < 40_000
+    assert visit.page.locator("#runs-table tbody tr").count() == 100
+    visit.page.locator("#more-runs").click()
+    assert visit.page.locator("#runs-table tbody tr").count() == 200
+    visit.page.get_by_label("Search").fill(f"{num_rows - 1:016x}")
+    expect(visit.page.locator("#runs-table tbody tr")).to_have_count(1)
+    visit.page.locator("#runs-table tbody").get_by_role("link").click()
+    expect(visit.page.get_by_role("dialog")).to_contain_text("Peak")
+    visit.page.keyboard.press("Escape")
+    visit.page.locator("details.more-figures > summary").first.click()
+    image = visit.page.locator("details.more-figures img").first
+    image.scroll_into_view_if_needed()
+    expect(image).to_have_attribute("src", re.compile("^blob:"))
+    visit.context.close()
+    visit.check()
 
 
 def test_a_run_opens_by_keyboard_with_all_that_its_row_holds(page):
@@ -342,7 +446,7 @@ def test_static_figures_are_unpacked(page):
     image = page.locator("figure img").last
     image.scroll_into_view_if_needed()
     page.wait_for_function("image => image.complete && image.naturalWidth > 100", arg=image.element_handle())
-    assert page.locator("figure img:not([src^='blob:'])").count() == 0
+    assert page.locator("figure img:visible:not([src^='blob:'])").count() == 0
     assert all(len(text) > 20 for text in page.locator("figure img").evaluate_all("all => all.map(one => one.alt)"))
 
 
@@ -399,4 +503,4 @@ def test_a_hostile_row_executes_nothing_and_is_shown_as_it_is(page):
     expect(page.get_by_role("dialog")).to_contain_text(HOSTILE)
     assert page.evaluate("window.hacked") is None
     assert page.locator("img[src=x]").count() == 0
-    assert page.evaluate("document.scripts.length") <= 6, "four of data, the page's and plotly"
+    assert page.evaluate("document.scripts.length") <= 7, "five of data, the page's and plotly"

@@ -18,15 +18,17 @@ from bench.records import StoreContents, read_latest_attempts
 from bench.report import main
 from bench.reporting import write_report
 from bench.reporting.drawing import style
+from bench.reporting.drawing.drawing import render_svg
 from bench.reporting.figures import frontier, memory, oom_map, scaling, spread, throughput
+from bench.reporting.page import page
 from bench.reporting.page.hosts import MAX_HOST_SYSTEMS, find_host_systems, format_change, pair_host_systems
 from bench.reporting.page.interactive import (
     InteractiveChart,
     build_explorer_charts,
     build_scaling_charts,
-    compress_json,
     load_plotly_js,
 )
+from bench.reporting.page.packing import GLYPH, compress_json, pack_figures
 from bench.reporting.page.page import group_failures
 from bench.reporting.page.run_details import MAX_LISTED_RANKS, build_details, build_rerun_command, deduplicate_blocks
 from bench.reporting.tables.table import prepare_table
@@ -223,6 +225,38 @@ def test_what_is_packed_can_stand_anywhere_and_is_the_same_every_time():
 
 
 @pytest.mark.slow
+def test_figures_share_the_outlines_of_their_characters():
+    drawings = draw(throughput, [make_record(), make_record(strategy="fsdp", **CUDA)]).drawings
+    texts = {drawing.name: render_svg(drawing.figure) for drawing in drawings}
+    assert len(texts) == 2
+    packed = pack_figures(texts)
+    unpacked = json.loads(gzip.decompress(base64.b64decode(packed)))
+    assert len(packed) < 0.75 * len(compress_json(texts))
+    for name, text in texts.items():
+        rest, glyphs = unpacked["figures"][name]
+        outlines = "".join(f'<path id="{glyph}" {unpacked["glyphs"][glyph]}/>' for glyph in glyphs)
+        assert dict(GLYPH.findall(outlines)) == dict(GLYPH.findall(text)) != {}
+        assert not GLYPH.findall(rest)
+        defined = {*glyphs, *re.findall(r'<path id="(DejaVu[^"]+)"', rest)}  # a space has no outline, and stays
+        assert set(re.findall(r'xlink:href="#(DejaVu[^"]+)"', rest)) <= defined
+
+
+def test_details_of_many_runs_are_left_to_their_rows(monkeypatch):
+    rows = [make_record(seed=seed, ranks=[{"rank": 0, "step_times_s": [seed / 7] * 20}]) for seed in range(40)]
+    contents, files = StoreContents(rows), [f"{row['run_id']}/0.json" for row in rows]
+    table = prepare_table(rows)
+    complete = page.pack_details(table, contents, files)
+    for limit, num_runs, is_complete in ((len(complete), 40, True), (len(complete) - 1, 40, False), (100, 0, False)):
+        monkeypatch.setattr(page, "MAX_DETAILS_BYTES", limit)
+        packed = page.pack_details(table, contents, files)
+        assert len(packed) <= limit
+        unpacked = json.loads(gzip.decompress(base64.b64decode(packed)))
+        titles = {block["title"] for block in unpacked["blocks"]}
+        assert len(unpacked["runs"]) == num_runs
+        assert ("The rest" in titles) == (num_runs > 0 and not is_complete)
+        assert any(title.startswith("Step times") for title in titles) == is_complete
+
+
 def test_rows_are_named_by_the_file_they_lie_in(tmp_path):
     write_store(tmp_path / "a", [make_record(), make_record(seed=1)])
     write_store(tmp_path / "b", [make_record()])
@@ -307,7 +341,7 @@ def test_explorer_has_a_point_per_run_and_memory_exhausted_on_the_axis():
             found.setdefault(anchor, []).append((x, y, trace["marker"]["symbol"]))
     places = [found.pop(f"run-{row['run_id']}", None) for row in rows]
     assert found == {}
-    assert places[0] == [(1.0, 2.0, "circle")]
+    assert places[0] == [(1.0, 2.0, "diamond")]
     assert [mark[:2] for mark in places[1]] == [(0.25, 1.0)] * 2, "a degraded run has a second mark"
     assert places[2] == [(pytest.approx(0.5, rel=0.05), 0.0, "x")]
     assert places[3] == [(pytest.approx(3 * 1.06, rel=0.05), 0.0, "x")]

@@ -106,7 +106,8 @@ def test_a_known_step_time_comes_back_with_its_speed(known_times, gpus, accumula
 def test_a_sweep_without_a_terminal_is_quiet(known_times):
     assert known_times.process.returncode == 0
     lines = known_times.output.splitlines()
-    assert len(lines) == 2 + 2 + 4, known_times.output  # the plan, a head, a line per run
+    assert len(lines) == 2 + 1 + 2 + 4, known_times.output  # the plan, what was not given, a head, a line per run
+    assert lines[2].startswith("Not given: precision=fp32"), known_times.output
     assert lines[0] == "Sweep adhoc: 4 runs, 0 done, 4 to run"
     assert lines[1] == "Shapes on one machine: 2 x 1 rank, 2 x 2 ranks"
     assert not {"\x1b", "\r"} & set(known_times.output)

@@ -17,10 +17,11 @@ from bench.advice.budget import TrainingBudget
 from bench.advice.candidates import CandidateSet, build_candidates, choose_default_precision
 from bench.advice.cost_tables import list_budget_columns
 from bench.advice.json_csv import build_candidate_values, build_subject_values
+from bench.advice.layouts.sentence import answer_with_layouts
 from bench.advice.misfits import describe_misfit
 from bench.advice.question import AdviceQuestion
 from bench.advice.ranking import rank_with_last_resort
-from bench.advice.sentence import describe_advice, describe_assumed_network, list_warnings
+from bench.advice.sentence import describe_advice, describe_assumed_network, describe_not_given, list_warnings
 from bench.advice.tree.agreement import RankedOption, describe_agreement, rank_options
 from bench.advice.tree.answers import DecisionStep, walk_tree
 from bench.advice.tree.options import GuideCase
@@ -52,7 +53,7 @@ def build_page(guidance: CaseGuidance) -> list[RenderableType]:
     """The page of one case; what is assumed of the network comes first."""
     return [
         Text(describe_assumed_network(guidance.case.config, guidance.case.settings)),
-        Text(format_title(guidance.case), style="bold"),
+        Text(format_title(guidance.case, guidance.not_given), style="bold"),
         Text(),
         _build_steps_table(guidance),
         Text(),
@@ -68,6 +69,7 @@ def build_page(guidance: CaseGuidance) -> list[RenderableType]:
         Text(),
         Text.assemble(("Ranked prediction: ", "bold"), guidance.ranking_advice),
         *(Text(f"Note: {warning}.", style="yellow") for warning in list_warnings(guidance.case.ranking.possible)),
+        *([Text.assemble(("Layouts: ", "bold"), guidance.layouts_text)] if guidance.layouts_text else []),
         Text.assemble(("Tree and ranking: ", "bold"), guidance.agreement_text),
         *_build_command_lines(guidance),
     ]
@@ -173,7 +175,7 @@ TITLE_KEYS = ("model", "hardware", "gpus", "precision", "sequence_length")
 """Settings that a title always names."""
 
 
-def format_title(case: GuideCase) -> str:
+def format_title(case: GuideCase, not_given: Sequence[str] = ()) -> str:
     """Which strategy for what, and all that was asked of it besides."""
     config, device = case.config, case.config.hardware.device
     other_settings = {key: value for key, value in case.settings.items() if key not in TITLE_KEYS}
@@ -185,6 +187,7 @@ def format_title(case: GuideCase) -> str:
         f"on {presentation.format_ranks(config.gpus, device)} {config.hardware.name}? "
         f"{config.precision.name}, {config.sequence_length} tokens per sequence, "
         f"{adapt_to_device(_format_batch(case), device)}{changed_text}."
+        f"{describe_not_given(config, not_given, ' Not given: {}.')}"
     )
 
 
@@ -235,6 +238,7 @@ def _build_case_values(guidance: CaseGuidance) -> dict[str, Any]:
             "possible": len(ranking.possible),
             "infeasible": len(ranking.infeasible),
         },
+        "layouts": guidance.layouts_text or None,
         "agrees": guidance.does_agree,
         "agreement": guidance.agreement_text,
         "may_fit": guidance.can_fit,
@@ -346,6 +350,10 @@ class CaseGuidance:
     agreement_text: str
     budget: TrainingBudget
     """What the training is to take."""
+    layouts_text: str
+    """Whether a layout of several kinds of parallelism beats all of these; empty where none was searched."""
+    not_given: tuple[str, ...] = ()
+    """Settings that decide the answer and were not typed."""
 
     @property
     def can_fit(self) -> bool:
@@ -391,9 +399,12 @@ def _build_case_guidance(
     )
     decision_path, leaf = walk_tree(case)
     ranked_options = rank_options(case, leaf, on_progress)
+    layouts_text = answer_with_layouts(settings, _build_case_knobs(settings, question), question.layouts, case.ranking)
     advice = describe_advice(case.ranking.possible, case.ranking.infeasible)
     agreement = describe_agreement(case, decision_path, ranked_options)
-    return CaseGuidance(case, decision_path, leaf, ranked_options, advice, *agreement, question.budget)
+    return CaseGuidance(
+        case, decision_path, leaf, ranked_options, advice, *agreement, question.budget, layouts_text, question.not_given
+    )
 
 
 def _build_case_settings(section_settings: RunSettings, question: AdviceQuestion) -> RunSettings:

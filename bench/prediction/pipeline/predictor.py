@@ -76,7 +76,7 @@ def _simulate_rank(
     simulated_rank = SimulatedRank(UNTIMED_SPEED)
     on_cpu = config.hardware.device == "cpu"
     # On a CPU each share is a view of the whole batch.
-    num_sequences = config.batch_size_per_gpu * config.gpus if on_cpu else config.sequences_per_rank
+    num_sequences = config.batch_size_per_gpu * config.batch_groups if on_cpu else config.sequences_per_rank
     simulated_rank.allocate("micro-batches", stages[0].sequence_bytes * num_sequences, ACTIVATION_MEMORY)
     simulated_rank.allocate("selected tokens", _compute_selected_bytes(config, stages[0]), ACTIVATION_MEMORY)
     simulated_rank.allocate("model's buffers", count_buffer_bytes(config.model), PARAMETER_MEMORY)

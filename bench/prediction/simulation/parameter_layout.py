@@ -231,6 +231,7 @@ def _find_traced_place(place: tuple[int, int], positions: BlockPositions) -> tup
     return (place[0], positions.find_traced(place[1]))
 
 
+@functools.cache
 def _count_blocks(family: Family) -> tuple[int, ...]:
     return tuple(len(blocks) for blocks in family.find_block_lists(family.build_model()))
 

@@ -117,6 +117,11 @@ class OpRecorder(TorchDispatchMode):
         self.group_kinds: Mapping[str, str] = {}
         """Which group of a plan each process group is, by its name; those that share layers where it is not there."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Its compiler never comes here: keeping it off every call would take as long as the call."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator on fake tensors, then note what it made."""
         if func is torch.ops.prim.device.default:

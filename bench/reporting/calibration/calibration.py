@@ -120,8 +120,8 @@ LEGEND_LINE_HEIGHT_IN = 0.19
 MAX_SERIES = 6
 """Curves of a panel: those that took longest."""
 
-SERIES_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#000000", "#cc79a7", "#8a7a00")
-"""Okabe & Ito's darker ones; markers and dashes say the same without colour."""
+SERIES_COLOURS = ("#1a55f0", "#a44d1e", "#24a450", "#878787", "#a72bbd", "#ad7f24")
+"""Readable on white and on black; markers and dashes say the same without colour."""
 SERIES_DASHES: tuple[Any, ...] = ("-", "--", ":", "-.", (0, (5, 1, 1, 1)), (0, (1, 2)))
 
 MAX_THREE_COLUMN_CHARS = 15

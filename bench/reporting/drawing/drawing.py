@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import matplotlib.image
+import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
@@ -156,22 +158,79 @@ def _layout_header_lines(title: str, subtitle: str, width_in: float) -> list[tup
     return title_lines + [(line, 7.5, style.MUTED_COLOUR, "normal") for line in subtitle_lines]
 
 
+CAPTION_POINTS = 7.5
+CAPTION_CHARS_PER_IN = 17
+"""Characters of a caption that fit an inch, on the safe side."""
+
+
 def save_drawing(drawing: Drawing, folder: Path) -> str:
-    """Write ``<name>.png`` and ``<name>.svg`` to `folder` and return the text of the SVG.
+    """Write ``<name>.png`` and ``<name>.svg`` to `folder`, each with its caption below it, and return the text of an
+    SVG without, for a page that has the caption as text.
 
     The same rows give the same bytes, on any day.
     """
+    caption = draw_caption(drawing)
     with style.apply_report_style():
-        drawing.figure.savefig(folder / f"{drawing.name}.png")
+        pixels = np.vstack([_render_pixels(figure) for figure in (drawing.figure, caption)])
+        matplotlib.image.imsave(folder / f"{drawing.name}.png", pixels, dpi=style.RC_PARAMS["savefig.dpi"])
     drawing.figure.set_layout_engine("none")  # laid out once, the same in both files
-    text = render_svg(drawing)
-    (folder / f"{drawing.name}.svg").write_text(text, encoding="utf-8")
+    text = render_svg(drawing.figure)
+    (folder / f"{drawing.name}.svg").write_text(_stack_svg(text, render_svg(caption)), encoding="utf-8")
     return text
 
 
-def render_svg(drawing: Drawing) -> str:
+def draw_caption(drawing: Drawing) -> Figure:
+    """The caption and the notes as a figure of the drawing's width."""
+    width_in = drawing.figure.get_figwidth()
+    lines = [
+        line
+        for text in (drawing.caption, *drawing.notes)
+        for line in textwrap.wrap(text, int(width_in * CAPTION_CHARS_PER_IN))
+    ]
+    dpi = style.RC_PARAMS["savefig.dpi"]
+    height_px = round((0.08 + len(lines) * CAPTION_POINTS * LINE_HEIGHT_IN_PER_POINT) * dpi)
+    figure = Figure(figsize=(width_in, height_px / dpi), facecolor="white")
+    for position, line in enumerate(lines):
+        top_in = position * CAPTION_POINTS * LINE_HEIGHT_IN_PER_POINT
+        figure.text(
+            0.08 / width_in,
+            1 - top_in / (height_px / dpi),
+            line,
+            va="top",
+            size=CAPTION_POINTS,
+            color=style.MUTED_COLOUR,
+            family=style.RC_PARAMS["font.family"],
+        )
+    return figure
+
+
+def _render_pixels(figure: Figure) -> np.ndarray:
+    """RGBA, as a PNG of the figure has them."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="rgba")
+    width_px = int(figure.get_figwidth() * style.RC_PARAMS["savefig.dpi"])
+    return np.frombuffer(buffer.getvalue(), np.uint8).reshape(-1, width_px, 4)
+
+
+def _stack_svg(first: str, second: str) -> str:
+    """Two SVG files of one width as one, the second below the first."""
+    bodies, width, height = [], 0.0, 0.0
+    for text in (first, second):
+        root = re.search(r"<svg [^>]*>", text)
+        assert root is not None
+        sizes = {name: float(value) for name, value in re.findall(r'(width|height)="([\d.]+)pt"', root[0])}
+        unitless_root = re.sub(r'(width|height)="([\d.]+)pt"', r'\1="\2"', root[0])
+        bodies.append(unitless_root.replace("<svg ", f'<svg y="{height:g}" ', 1) + text[root.end() :])
+        height += sizes["height"]
+        width = max(width, sizes["width"])
+    size = f'width="{width:g}pt" height="{height:g}pt" viewBox="0 0 {width:g} {height:g}"'
+    namespaces = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
+    return f'<?xml version="1.0" encoding="utf-8"?>\n<svg {namespaces} {size}>\n{bodies[0]}{bodies[1]}</svg>\n'
+
+
+def render_svg(figure: Figure) -> str:
     """The figure as the text of an SVG file; the same rows give the same text, on any day."""
     buffer = io.StringIO()
     with style.apply_report_style():
-        drawing.figure.savefig(buffer, format="svg", metadata={"Date": None})
+        figure.savefig(buffer, format="svg", metadata={"Date": None})
     return buffer.getvalue()

@@ -6,9 +6,11 @@ Colour says how a variant shards, fill and line style say what kind of evidence 
 
 from __future__ import annotations
 
+import functools
 import math
+import re
 import warnings
-from collections import Counter
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +19,14 @@ from typing import Any, Literal
 import matplotlib as mpl
 from matplotlib.colors import to_hex, to_rgb
 
-from bench.core.presentation import Variant, get_strategy_presentation, split_finetune
+from bench.core.presentation import (
+    STRATEGIES,
+    Variant,
+    get_finetune_labels,
+    get_strategy_presentation,
+    read_presentations,
+    split_finetune,
+)
 
 FIGURE_WIDTH_IN = 4.7
 """Width of a figure: one column on a phone, half a page on a desk."""
@@ -25,8 +34,8 @@ MAX_FIGURE_HEIGHT_IN = 9.0
 """Height at which a figure is continued in another one, so that it fits a printed page."""
 
 INK_COLOUR, MUTED_COLOUR, GRID_COLOUR = "#1a1a1a", "#595959", "#d9d9d9"
-OOM_COLOUR = "#a63c00"
-LIMIT_COLOUR = "#7a3b69"
+OOM_COLOUR = "#b34700"
+LIMIT_COLOUR = "#9a5587"
 
 RC_PARAMS: dict[str, Any] = {
     "font.family": "DejaVu Sans",
@@ -70,14 +79,13 @@ def apply_report_style() -> Iterator[None]:
         yield
 
 
-# Strategies state their colours (`presentation`): those of the usual ones are Okabe & Ito's (2008), "Color Universal
-# Design": distinct under protanopia, deuteranopia and tritanopia.
-SPARE_COLOURS = ("#a63c7d", "#2f8fa3", "#6f7a12", "#7a5c8c")
-SHADE_STEP, MAX_SHADE = 0.25, 0.6
-"""White mixed into a colour for each further variant that has it, and for the last of many."""
+# Strategies state their colours and markers (`presentation`). Every colour is readable on white and on black (contrasts
+# of 3, WCAG 2.2, 1.4.11); those of the usual strategies differ under protanopia, deuteranopia and tritanopia, too, and
+# markers tell the others apart.
+SPARE_COLOURS = ("#a63c7d", "#2f8fa3", "#6f7a12", "#8a6aa0")
 MIN_COLOUR_DISTANCE = 0.15
 """Distance of two colours, as a share of that from black to white, below which they need different markers."""
-MARKERS = ("o", "s", "D", "^", "v", "P", "<", ">", "p", "h", "*", "d")
+MARKERS = ("o", "s", "D", "^", "v", "P", ">", "p", "h", "*", "d")
 
 
 @dataclass(frozen=True)
@@ -108,25 +116,65 @@ class VariantStyle:
 
 
 def build_palette(variants: Iterable[Variant]) -> dict[str, VariantStyle]:
-    """A mark for every variant, by label.
+    """A mark for every variant, by label: the same in every report and figure.
 
-    Variants that shard alike (hybrids of several factors, one knob on and off, all trained or adapters) share a hue in
-    different shades; markers differ between all of them while there are markers left.
+    Variants that shard alike (hybrids of several factors, one knob on and off, all trained or adapters) have one
+    colour, and their markers follow from their names; only of two whose names come to one marker the second has
+    another.
     """
     styles: dict[str, VariantStyle] = {}
-    hues = {variant: _find_hue(variant.kind) for variant in sorted(set(variants))}
-    variants_per_hue = Counter(hues.values())
-    used_shades: Counter[str] = Counter()
-    spare_colours: dict[str, str] = {}
-    for position, (variant, hue) in enumerate(hues.items()):
-        own_colour = find_strategy_colour(hue)
-        if own_colour is None:
-            spare_colours.setdefault(hue, SPARE_COLOURS[len(spare_colours) % len(SPARE_COLOURS)])
-        shade_step = min(SHADE_STEP, MAX_SHADE / max(variants_per_hue[hue] - 1, 1))
-        colour = lighten_colour(own_colour or spare_colours[hue], shade_step * used_shades[hue])
-        used_shades[hue] += 1
-        styles[variant.label] = VariantStyle(colour, MARKERS[position % len(MARKERS)])
+    for variant in sorted(set(variants)):
+        hue = _find_hue(variant.kind)
+        colour = find_strategy_colour(hue) or SPARE_COLOURS[_compute_checksum(hue) % len(SPARE_COLOURS)]
+        first = MARKERS.index(find_strategy_marker(hue))
+        if factor := SHARDING_FACTOR.search(variant.label):
+            first += int(factor[1]).bit_length() - 2  # 0 for F = 2, 1 for F = 4, ...
+        own_kind = split_finetune(variant.kind.partition("/")[2])[0] if "/" not in hue else ""
+        detail = f"{own_kind} {find_detail(variant.label)}".strip()
+        markers = [MARKERS[(first + offset) % len(MARKERS)] for offset in range(len(MARKERS))]
+        if detail:
+            start = 1 + _compute_checksum(detail) % (len(MARKERS) - 1)
+            marks = [*list_stated_marks().values(), *(mark for mark in styles.values() if mark.colour == colour)]
+            taken = {mark.marker for mark in marks if is_similar_colour(mark.colour, colour)}
+            markers = [marker for marker in (*markers[start:], *markers[:start]) if marker not in taken] or markers
+        styles[variant.label] = VariantStyle(colour, markers[0])
     return styles
+
+
+SHARDING_FACTOR = re.compile(r"\(F=(\d+)\)")
+"""In a variant's label, where the factor is a choice."""
+
+
+@functools.cache
+def list_stated_marks() -> dict[str, VariantStyle]:
+    """The marks of all kinds of strategies that state a colour of their own, by kind."""
+    marks = {}
+    for name, shown in read_presentations(STRATEGIES).items():
+        colours = {kind: colour for kind, (_, colour) in shown.kinds.items() if colour}
+        colours |= {"": shown.colour} if shown.colour else {}
+        for kind, colour in colours.items():
+            full_kind = f"{name}/{kind}".removesuffix("/")
+            marks[full_kind] = VariantStyle(colour, find_strategy_marker(full_kind))
+    return marks
+
+
+def find_detail(label: str) -> str:
+    """What a variant's label says beyond how the model is sharded: its knobs, or the part that is trained."""
+    knobs = label.partition(" · ")[2]
+    finetunes = [name for name in get_finetune_labels().values() if name and f" {name}" in label]
+    return " ".join([*finetunes, knobs]).strip()
+
+
+def _compute_checksum(text: str) -> int:
+    return zlib.crc32(text.encode())
+
+
+def find_strategy_marker(kind: str) -> str:
+    """The marker that a strategy states for a kind, or for all its kinds; else one that follows from the name."""
+    family, _, sharding = kind.partition("/")
+    markers = get_strategy_presentation(family).markers
+    stated = markers.get(sharding) or markers.get("")
+    return stated if stated in MARKERS else MARKERS[_compute_checksum(kind) % len(MARKERS)]
 
 
 def _find_hue(kind: str) -> str:

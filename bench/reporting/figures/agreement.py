@@ -44,8 +44,8 @@ FIGURE = ReportFigure(
 )
 CLOSE_DEVIATION = 0.05
 """Share within which an estimate is called close."""
-SOURCE_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#000000", "#8a7a00", "#56b4e9")
-"""Okabe & Ito (2008); markers say the same without colour."""
+SOURCE_COLOURS = ("#1a55f0", "#a44d1e", "#24a450", "#a72bbd", "#878787", "#ad7f24", "#2083a4")
+"""Readable on white and on black; markers say the same without colour."""
 SCATTER_HEIGHT_IN, DEVIATION_HEIGHT_IN = 3.3, 1.9
 MAX_NAMED_PAIRS = 3
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from pathlib import Path
 
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
@@ -17,9 +16,8 @@ from bench.comparison.result import ALLOCATED, QUANTITIES, RESERVED, STEP_TIME, 
 from bench.core import presentation
 from bench.core.presentation import build_slug, format_plural
 from bench.reporting.drawing import lanes, style
-from bench.reporting.drawing.drawing import Drawing, compute_header_height_in, create_figure, draw_header, save_drawing
+from bench.reporting.drawing.drawing import Drawing, compute_header_height_in, create_figure, draw_header
 from bench.reporting.figures.verdicts import VERDICT_STYLES
-from bench.reporting.regressions.files import format_history_json, write_texts
 
 MAX_TICKS = 9
 MAX_LABEL_LINES = 5
@@ -29,23 +27,30 @@ MAX_LABEL_LINES = 5
 def draw_histories(
     all_series: Sequence[HistorySeries], quantities: Sequence[ComparedQuantity] = QUANTITIES
 ) -> list[Drawing]:
+    """The figures of `pair_histories`."""
+    return [drawing for _, drawing in pair_histories(all_series, quantities)]
+
+
+def pair_histories(
+    all_series: Sequence[HistorySeries], quantities: Sequence[ComparedQuantity] = QUANTITIES
+) -> list[tuple[HistorySeries, Drawing]]:
     """One figure per configuration and quantity; reserved memory only where it is not the same as allocated."""
     allocated_series = {
         (series.evidence, series.device, series.name): series for series in all_series if series.quantity == ALLOCATED
     }
-    drawings = []
+    pairs = []
     for series in all_series:
         allocated_twin = allocated_series.get((series.evidence, series.device, series.name))
         is_same = allocated_twin is not None and [point.value for point in allocated_twin.points] == [
             point.value for point in series.points
         ]
         if series.quantity in quantities and not (series.quantity == RESERVED and is_same):
-            drawings.append(draw_history(series))
+            pairs.append((series, draw_history(series)))
     name_counts: dict[str, int] = {}
-    for drawing in drawings:
+    for _, drawing in pairs:
         name_counts[drawing.name] = name_counts.get(drawing.name, 0) + 1
         drawing.name += f"-{name_counts[drawing.name]}" if name_counts[drawing.name] > 1 else ""
-    return drawings
+    return pairs
 
 
 def draw_history(series: HistorySeries) -> Drawing:
@@ -94,7 +99,7 @@ def draw_history(series: HistorySeries) -> Drawing:
     axes.set_ylabel(f"{quantity.title} ({unit})")
     axes.grid(axis="y")
     lanes.draw_legend(figure, legend_entries)
-    change_texts = [_format_change_sentence(change) for change in series.change_points] or ["no change of level"]
+    change_texts = [format_change_sentence(change) for change in series.change_points] or ["no change of level"]
     num_failed = sum(point.status != "ok" for point in series.points)
     alt_text = (
         f"{quantity.title} of {series.name} over {len(series.points)} commits or dates: {'; '.join(change_texts)}."
@@ -110,7 +115,7 @@ def draw_history(series: HistorySeries) -> Drawing:
         figure,
         caption,
         alt_text,
-        notes=[_format_change_sentence(change) for change in series.change_points],
+        notes=[format_change_sentence(change) for change in series.change_points],
     )
 
 
@@ -122,7 +127,7 @@ def _choose_unit(series: HistorySeries) -> tuple[float, str]:
     if series.quantity == STEP_TIME:
         return (1.0, "s") if largest >= 1 else (1e-3, "ms")
     if series.quantity == TFLOPS:
-        return (1.0, "TFLOP/s") if largest >= 1 else (1e-3, "GFLOP/s")
+        return 1.0, "TFLOP/s"
     unit, unit_bytes = presentation.choose_memory_unit(largest)
     return float(unit_bytes), unit
 
@@ -187,7 +192,7 @@ def _format_change_label(change: ChangePoint) -> str:
     return f"{change.commit}: {change_text}" + (" (other machine)" if change.machines else "")
 
 
-def _format_change_sentence(change: ChangePoint) -> str:
+def format_change_sentence(change: ChangePoint) -> str:
     change_text = f"{change.before} to {change.after}" if change.change is None else format_percent(change.change)
     other_differences = [
         str(difference) for difference in (*change.machines, *change.software) if difference.name != "commit"
@@ -254,19 +259,3 @@ def _build_legend(series: HistorySeries) -> list[tuple[Artist, str]]:
             (cross_handle, " or ".join("out of memory" if status == "oom" else status for status in failed_statuses))
         )
     return legend_entries
-
-
-def write_history(all_series: Sequence[HistorySeries], folder: Path) -> int:
-    """Write the figures and the data of histories; how many figures there are.
-
-    Raises
-    ------
-    UsageError
-        If the data cannot be written.
-    """
-    write_texts({folder / "history.json": format_history_json(all_series)})
-    with style.apply_report_style():
-        drawings = draw_histories(all_series)
-    for drawing in drawings:
-        save_drawing(drawing, folder)
-    return len(drawings)

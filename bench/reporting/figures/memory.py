@@ -31,6 +31,9 @@ FIGURE = ReportFigure(
     empty_message="No run in this store has a memory peak.",
 )
 
+RESERVED_HATCH = "\\\\\\\\\\"
+"""Lines, not dots: of these every one would be a circle in the file, megabytes of them."""
+
 
 def select(table: pd.DataFrame) -> pd.DataFrame:
     """A row per configuration: peak allocated bytes (``median``, ``low``, ``high``, ``points``), the medians
@@ -114,7 +117,7 @@ def _draw_lane(axes: Axes, lane: lanes.Lane, mark: style.VariantStyle, unit_byte
         reserved_style = {
             **style.build_bar_style(mark.colour, "rehearsed"),
             "facecolor": "white",
-            "hatch": "....",
+            "hatch": RESERVED_HATCH,
             "linewidth": 0.8,
         }
         axes.barh(lane.y, reserved - allocated, lanes.BAR_HEIGHT_IN, left=allocated, zorder=2, **reserved_style)
@@ -139,7 +142,7 @@ def _draw_lane(axes: Axes, lane: lanes.Lane, mark: style.VariantStyle, unit_byte
 def _build_legend(shown_cells: pd.DataFrame) -> list[tuple[Artist, str]]:
     legend_entries: list[tuple[Artist, str]] = []
     if (shown_cells["peak_reserved_bytes"] > shown_cells["median"] * 1.001).any():
-        reserved_patch = Patch(facecolor="white", edgecolor=style.MUTED_COLOUR, hatch="....")
+        reserved_patch = Patch(facecolor="white", edgecolor=style.MUTED_COLOUR, hatch=RESERVED_HATCH)
         legend_entries += [(Patch(color=style.MUTED_COLOUR), "allocated"), (reserved_patch, "reserved on top")]
     if (shown_cells["peak_active_bytes"] > shown_cells["median"] * 1.001).any():
         legend_entries.append(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import itertools
+from collections.abc import Collection, Hashable, Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -21,22 +23,26 @@ from bench.reporting.drawing.drawing import (
     create_figure,
     draw_header,
 )
+from bench.reporting.figures import paper_bars
+from bench.reporting.paper.deviations import compute_deviations, compute_ratios, list_errors
 from bench.reporting.paper.paper import (
     PAPER_COMPARISONS,
     PAPER_FILTERS,
+    PAPER_SHARDING_LABELS,
     PaperComparison,
     compare_with_paper,
-    compute_deviations,
-    compute_ratios,
 )
+from bench.reporting.tables.cells import iterate_groups
 from bench.reporting.tables.table import RowNeeds
 
 HOW_TO_READ = (
     "Hollow diamonds are what the paper printed or, with a bar of their uncertainty, what was read off its plots; "
-    "nobody ran them here. Circles and squares are rows of this store: filled where they were measured (a bar: range "
-    "of repeats), hollow where they were predicted (a bar: the interval that holds 19 of 20). Only runs of the same "
-    "model on the same GPU, with the knobs the paper states, stand beside its points. Speed is hardware TFLOP/s: what "
-    "activation checkpointing computes again is counted, as the paper very probably does."
+    "nobody ran them here. Circles are rows of this store: filled where they were measured (a bar: range of repeats), "
+    "hollow where they were predicted (a bar: the interval that is stated to hold 19 of 20; every figure says how many "
+    "published points it holds). Figures 6(a) and 6(c) are bars, as in the paper: hatched ones are the paper's, and "
+    "above the others stands how far they are off. Only runs of the same model on the same GPU, with the knobs the "
+    "paper states, stand beside its points. Speed is hardware TFLOP/s: what activation checkpointing computes again is "
+    "counted, as the paper very probably does."
 )
 FIGURE = ReportFigure(
     name="paper",
@@ -47,9 +53,8 @@ FIGURE = ReportFigure(
     empty_message="No runs in this store are those of a figure of the FSDP paper.",
 )
 SOURCES_LABEL = "A100 80 GB · FSDP paper (arXiv:2304.11277) and this store"
-SERIES_COLOURS = ("#004c78", "#d55e00", "#009e73", "#cc79a7", "#7a5195", "#8c564b")
-"""The first two, which lines have, differ in darkness too."""
-LANE_HEIGHT_IN, VALUE_WIDTH_IN = 0.3, 0.62
+SERIES_COLOURS = ("#1a55f0", "#a44d1e", "#24a450", "#a72bbd", "#ad7f24", "#2083a4")
+"""Readable on white and on black, and different for colour-blind readers, as those of strategies."""
 PANEL_HEIGHT_IN = 1.75
 CUT_AXIS_MIN_RATIO = 0.6
 """Where the lowest value is at least this share of the highest, an axis of lines does not start at zero."""
@@ -57,11 +62,6 @@ CUT_AXIS_MIN_RATIO = 0.6
 ALL_FIGURES = tuple(comparison.figure for comparison in PAPER_COMPARISONS)
 
 EVIDENCE_MARKERS = {"published": "D", "measured": "o", "predicted": "o"}
-
-
-_HEADING_SYMBOLS = (("○", "●"), ("□", "■"), ("△", "▲"))
-_COLUMN_MARKERS = ("o", "s", "^")
-"""Of the columns of a figure with lanes, and the last of them for all others."""
 
 
 def select(table: pd.DataFrame, figures: Collection[str] = ALL_FIGURES) -> pd.DataFrame:
@@ -98,16 +98,57 @@ def _draw_paper_figure(comparison: PaperComparison, setting: str, points: pd.Dat
     title = f"{comparison.figure}: {comparison.title}"
     inferred_note = "" if comparison.setting else "our inference: "
     subtitle = f"{SOURCES_LABEL}\n{inferred_note}{setting}"
-    legend_entries = _build_legend(points)
-    draw_body = _draw_lanes if points["panel"].ne("").any() else _draw_lines
-    figure = draw_body(comparison, points, title, subtitle, legend_entries)
+    if points["panel"].ne("").any():
+        figure = paper_bars.draw_bars(comparison, points, title, subtitle, _assign_marks(comparison))
+        is_wide = True
+    else:
+        subtitle += "".join(f"\n{line}" for line in _list_agreement(points))
+        figure, is_wide = _draw_lines(comparison, points, title, subtitle, _build_legend(points)), False
     agreement_text = _format_agreement(points) + _format_ratios(comparison, points)
     caption = (
         f"{comparison.figure} of the FSDP paper and this store, {inferred_note}{setting}. "
         f"{agreement_text}{comparison.note}"
     )
     name = build_slug("paper", comparison.figure, "" if comparison.setting else setting)
-    return Drawing(name, title, figure, caption, _format_alt_text(comparison, points))
+    return Drawing(name, title, figure, caption, _format_alt_text(comparison, points), wide=is_wide)
+
+
+def _assign_marks(comparison: PaperComparison) -> dict[str, style.VariantStyle]:
+    """The colours of bars: of strategies their own, as everywhere; of other series those of lines."""
+    kinds = {label: kind for kind, label in PAPER_SHARDING_LABELS.items()}
+    return {
+        series: style.VariantStyle(style.find_strategy_colour(kinds.get(series, "")) or colour, "o")
+        for series, colour in zip(comparison.lane_order, itertools.cycle(SERIES_COLOURS), strict=False)
+    }
+
+
+def _list_agreement(points: pd.DataFrame) -> list[str]:
+    """A line per kind of evidence and quantity: how far it is off, and how many published points its intervals hold."""
+    lines = []
+    published = points[points["evidence"] == "published"]
+    store_points = points[(points["evidence"] != "published") & points["value"].notna()]
+    for (evidence, quantity), group in iterate_groups(store_points, "evidence", "quantity"):
+        errors = pd.Series(list_errors(group, published), index=group.index)
+        compared = group[errors.notna()]
+        if compared.empty:
+            continue
+        known = errors.dropna()
+        line = f"{evidence} {quantity}: {np.mean(np.abs(known)):.1%} off on average".replace("%", " %")
+        line += f" ({paper_bars.format_error(float(known.min()))} to {paper_bars.format_error(float(known.max()))})"
+        with_interval = compared[compared["high"] > compared["low"]]
+        if evidence == "predicted" and len(with_interval):
+            inside = sum(_is_inside(point, published) for point in with_interval.to_dict("records"))
+            line += f"; intervals hold {inside} of {len(with_interval)} published points"
+        lines.append(line)
+    return lines
+
+
+def _is_inside(point: dict[Hashable, Any], published: pd.DataFrame) -> bool:
+    """Whether the published point beside a prediction, with its own uncertainty, lies within the prediction's
+    interval."""
+    keys = ["panel", "series", "quantity", "world_size"]
+    beside = published[(published[keys] == [point[key] for key in keys]).all(axis=1)]
+    return bool(((beside["low"] <= point["high"]) & (point["low"] <= beside["high"])).any())
 
 
 def _format_agreement(points: pd.DataFrame) -> str:
@@ -266,130 +307,6 @@ def _label_lines(
             str(name), (last_world_size, label_y), xytext=(11, 0), textcoords="offset points", va="center",
             color=colours[str(name)], fontsize=8, fontweight="bold", annotation_clip=False,
         )  # fmt: skip
-
-
-# ---- one lane per configuration
-
-
-def _draw_lanes(
-    comparison: PaperComparison,
-    points: pd.DataFrame,
-    title: str,
-    subtitle: str,
-    legend_entries: Sequence[tuple[Artist, str]],
-) -> Figure:
-    quantity = comparison.quantities[0]
-    column_names = list(dict.fromkeys(_format_column_name(row) for _, row in points.iterrows()))
-    colours = dict(zip(column_names, (style.INK_COLOUR, *SERIES_COLOURS), strict=False))
-    panels: list[tuple[str, list[str]]] = [
-        (str(panel), sorted(set(rows["series"]), key=comparison.lane_order.index))
-        for panel, rows in points.groupby("panel", sort=False)
-    ]
-    panel_tops, y = {}, 0.0
-    lane_positions: dict[tuple[str, str], float] = {}
-    for panel, series_names in panels:
-        panel_tops[panel] = y
-        y += lanes.HEADING_HEIGHT_IN + 0.04
-        for name in series_names:
-            lane_positions[panel, name] = y + LANE_HEIGHT_IN / 2
-            y += LANE_HEIGHT_IN
-        y += lanes.GROUP_GAP_IN
-    heading_height_in = 0.36
-    width_in = style.FIGURE_WIDTH_IN + 0.4
-    figure = create_figure(
-        width_in,
-        y
-        + heading_height_in
-        + 0.5
-        + compute_header_height_in(title, subtitle, width_in)
-        + lanes.compute_legend_height_in(legend_entries),
-    )
-    draw_header(figure, title, subtitle)
-    axes = figure.add_subplot()
-    axes.set_ylim(y, -heading_height_in)
-    axes.set_yticks(list(lane_positions.values()), [name for _, name in lane_positions])
-    axes.tick_params(axis="y", length=0)
-    axes.spines["left"].set_visible(False)
-    axes.grid(axis="x")
-    x_max = float(points["high"].max())
-    axes.set_xlim(-0.04 * x_max, x_max * 1.06)
-    axes.set_xlabel(quantity.axis_label, loc="left")
-    for panel, top in panel_tops.items():
-        axes.annotate(
-            panel, (-0.04 * x_max, top + lanes.HEADING_HEIGHT_IN / 2), xytext=(-6, 0), textcoords="offset points",
-            ha="right",
-            va="center", fontweight="bold", fontsize=8.5, annotation_clip=False,
-        )  # fmt: skip
-    for (panel, evidence, column, _), value in compute_ratios(comparison, points).items():
-        column_index = column_names.index(f"{evidence} {column}".strip())
-        axes.annotate(
-            f"off/on {format_number(value, 2)}", (x_max * 1.06, panel_tops[panel] + lanes.HEADING_HEIGHT_IN / 2),
-            ha="right", va="center",
-            xytext=((0.12 + VALUE_WIDTH_IN * (column_index + 1)) * 72, 0), textcoords="offset points", fontsize=7,
-            color=colours[column_names[column_index]], annotation_clip=False,
-        )  # fmt: skip
-    for position, name in enumerate(column_names):
-        value_x_in = 0.12 + VALUE_WIDTH_IN * (position + 1)
-        symbol = (
-            "◇"
-            if name.startswith("published")
-            else _HEADING_SYMBOLS[_choose_marker_index(position)][name.startswith("measured")]
-        )
-        text = f"{symbol} " + name.replace("checkpointing ", "checkp. ").replace(" ", "\n")
-        axes.annotate(
-            text, (x_max * 1.06, -heading_height_in), xytext=(value_x_in * 72, 0), textcoords="offset points",
-            ha="right", va="top",
-            fontsize=7, color=colours[name], annotation_clip=False, linespacing=1.0,
-        )  # fmt: skip
-    for (panel, name), lane_y in lane_positions.items():
-        lane_points = points[(points["panel"] == panel) & (points["series"] == name)]
-        for _, row in lane_points.iterrows():
-            column = _format_column_name(row)
-            column_index = column_names.index(column)
-            marker_y = lane_y + (column_index - (len(column_names) - 1) / 2) * 0.075
-            _draw_marker(axes, row, marker_y, colours[column], _COLUMN_MARKERS[_choose_marker_index(column_index)])
-            text = "OOM" if row["out_of_memory"] else format_number(row["value"])
-            axes.annotate(
-                text, (x_max * 1.06, lane_y), xytext=((0.12 + VALUE_WIDTH_IN * (column_index + 1)) * 72, 0),
-                ha="right", va="center",
-                textcoords="offset points", fontsize=7.5, color=colours[column], annotation_clip=False,
-                fontweight="bold" if row["out_of_memory"] else "normal",
-            )  # fmt: skip
-    lanes.draw_legend(figure, legend_entries)
-    return figure
-
-
-def _format_column_name(row: pd.Series) -> str:
-    return f"{row['evidence']} {row['column']}".strip()
-
-
-def _choose_marker_index(column_index: int) -> int:
-    """Which shape the marks of a column have: the first is that of what was published, which has its own."""
-    return min(max(column_index - 1, 0), len(_COLUMN_MARKERS) - 1)
-
-
-def _draw_marker(axes: Axes, row: pd.Series, y: float, colour: str, column_marker: str) -> None:
-    evidence = row["evidence"]
-    if row["out_of_memory"]:
-        oom_style = style.build_marker_style(colour, evidence)
-        axes.plot(0, y, "X", markersize=7, clip_on=False, zorder=5, **oom_style)
-        return
-    is_filled = style.EVIDENCE_STYLES[evidence].is_filled
-    marker = EVIDENCE_MARKERS[evidence] if evidence == "published" else column_marker
-    axes.plot([row["low"], row["high"]], [y, y], color=colour, linewidth=1, zorder=2)
-    axes.plot(
-        row["value"],
-        y,
-        marker,
-        color=colour,
-        markersize=4.5,
-        markerfacecolor=colour if is_filled else "white",
-        zorder=3,
-    )
-    if row["degraded"]:
-        axes.plot(
-            row["value"], y, "<", markersize=8, markerfacecolor="none", markeredgecolor=style.INK_COLOUR, zorder=4
-        )
 
 
 # ---- legend

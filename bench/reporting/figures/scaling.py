@@ -10,6 +10,13 @@ from matplotlib.lines import Line2D
 from bench.config.flop_conventions import format_tflops_label
 from bench.core.presentation import CPU_NOTE, build_slug, format_list, format_world_sizes, get_rank_noun, get_rank_nouns
 from bench.reporting.drawing import lanes, style
+from bench.reporting.drawing.direct_labels import (
+    MAX_LEGEND_ENTRIES,
+    WIDE_FIGURE_IN,
+    DirectLabel,
+    compute_labels_height_in,
+    draw_direct_labels,
+)
 from bench.reporting.drawing.drawing import Drawing, ReportFigure, ReportSection, create_figure, draw_header
 from bench.reporting.tables.cells import build_cells, iterate_groups, select_drawable_cells
 from bench.reporting.tables.table import COMPLETED_STATUSES, RowNeeds
@@ -86,7 +93,13 @@ def _draw_scaling(facet: pd.DataFrame, palette: dict[str, style.VariantStyle]) -
     detail = " · ".join(part for part in (first_row["workload"], first_row["limit"], first_row["settings"]) if part)
     series_lines = list(iterate_groups(facet, "series", "evidence"))
     legend_entries = [*_build_legend(facet, palette), *lanes.build_legend_entries(facet.assign(evidence="measured"))]
-    figure = create_figure(style.FIGURE_WIDTH_IN, 3.1 + lanes.compute_legend_height_in(legend_entries))
+    labels: list[DirectLabel] = []
+    if len(legend_entries) > MAX_LEGEND_ENTRIES:
+        labels = _list_labels(facet, palette)
+        legend_entries = legend_entries[len(labels) :]
+    axes_height_in = max(2.2, compute_labels_height_in(len(labels)))
+    width_in = WIDE_FIGURE_IN if labels else style.FIGURE_WIDTH_IN
+    figure = create_figure(width_in, axes_height_in + 0.9 + lanes.compute_legend_height_in(legend_entries))
     axes = figure.add_subplot()
     world_sizes = sorted(int(world_size) for world_size in facet["world_size"].unique())
     for position, ((series, evidence), points) in enumerate(series_lines):
@@ -100,6 +113,7 @@ def _draw_scaling(facet: pd.DataFrame, palette: dict[str, style.VariantStyle]) -
     axes.set_xlabel(f"{get_rank_nouns(first_row['device'])} (world size, logarithmic)")
     axes.set_ylabel(speed_label.removeprefix("model "))
     draw_header(figure, title, "\n".join(part for part in (detail, first_row["place"], cpu_note) if part))
+    draw_direct_labels(axes, labels, axes_height_in)
     lanes.draw_legend(figure, legend_entries)
     alt_text = (
         f"Line chart of {speed_label} of {first_row['model']} in {first_row['precision']} on "
@@ -117,7 +131,18 @@ def _draw_scaling(facet: pd.DataFrame, palette: dict[str, style.VariantStyle]) -
         first_row["limit"],
         first_row["settings"],
     )
-    return Drawing(name, title, figure, caption + ("." if cpu_note else ""), alt_text)
+    return Drawing(name, title, figure, caption + ("." if cpu_note else ""), alt_text, wide=bool(labels))
+
+
+def _list_labels(facet: pd.DataFrame, palette: dict[str, style.VariantStyle]) -> list[DirectLabel]:
+    """The name of every line, at its last point; of one that is out of memory everywhere, at its last cross."""
+    labels = []
+    for (series,), points in iterate_groups(facet, "series"):
+        completed = points[points["median"].notna()].sort_values("world_size")
+        last = completed.iloc[-1] if len(completed) else points.sort_values("world_size").iloc[-1]
+        height = 0.0 if pd.isna(last["median"]) else float(last["median"])
+        labels.append(DirectLabel(str(series), float(last["world_size"]), height, palette[str(series)].colour))
+    return labels
 
 
 def _build_legend(facet: pd.DataFrame, palette: dict[str, style.VariantStyle]) -> list[tuple[Artist, str]]:

@@ -95,7 +95,7 @@ def select(table: pd.DataFrame) -> pd.DataFrame:
         ``sharding_factor``, ``nodes``; median TFLOP/s per rank (``tflops``), peak memory in bytes (``memory``:
         reserved, or allocated where that is all that is known; of a predicted run out of memory what it would need),
         each with ``_low`` and ``_high``; ``exposed``, the share of the step in exposed communication;
-        ``out_of_memory`` and ``degraded``;
+        ``out_of_memory`` and ``degraded``; ``links``, the anchors of the runs;
         ``states``, the bytes of one copy's parameters, gradients and Adam state where they follow; ``capacity``, the
         bytes of the device. What is unknown is NaN.
     """
@@ -111,6 +111,7 @@ def select(table: pd.DataFrame) -> pd.DataFrame:
         "parameter_dtype",
         "nodes",
         "degraded",
+        "link",
         *POINT_COLUMNS,
     ]
     points = [_build_point(group) for group in group_rows(rows, key_columns, [*FACET_COLUMNS, *needed_columns])]
@@ -130,12 +131,13 @@ def _has_factor_line(strategy: Any) -> bool:
     return isinstance(strategy, str) and get_strategy_presentation(strategy).factor_line is not None
 
 
-def find_line_style(strategy: str) -> tuple[str, FactorLine]:
-    """Colour and line of a strategy that is compared over the sharding factor."""
+def find_line_style(strategy: str) -> tuple[style.VariantStyle, FactorLine]:
+    """Colour, marker and line of a strategy that is compared over the sharding factor."""
     factor_line = get_strategy_presentation(strategy).factor_line
     assert factor_line is not None
     kind = f"{strategy}/{factor_line.kind}" if factor_line.kind else strategy
-    return style.find_strategy_colour(kind) or style.MUTED_COLOUR, factor_line
+    colour = style.find_strategy_colour(kind) or style.MUTED_COLOUR
+    return style.VariantStyle(colour, style.find_strategy_marker(kind)), factor_line
 
 
 def _count_factors(facet: pd.DataFrame) -> int:
@@ -176,6 +178,7 @@ def _build_point(rows: list[dict[str, Any]]) -> dict[str, Any]:
             )
         ),
         "out_of_memory": len(fitting_rows) < len(rows),
+        "links": tuple(list_known_values(rows, "link")),
         "degraded": any(list_known_values(fitting_rows, "degraded")),
         "states": float(ADAM_BYTES_PER_PARAMETER * row["parameters"]) if has_fp32_adam else float("nan"),
         "capacity": float("nan") if fit_question is None else fit_question["memory_gib"] * GIB,
@@ -269,7 +272,8 @@ def _draw_line(axes: Axes, line_points: pd.DataFrame, panel: str, scale: float, 
     """One strategy's points of one kind of evidence, and its runs out of memory."""
     line_points = line_points.sort_values("sharding_factor")
     evidence_style = style.EVIDENCE_STYLES[evidence]
-    colour, factor_line = find_line_style(strategy)
+    mark, factor_line = find_line_style(strategy)
+    colour = mark.colour
     x_scale = 2**factor_line.offset_log2
     x = line_points["sharding_factor"].astype(float) * x_scale
     if f"{panel}_low" in line_points:
@@ -278,7 +282,7 @@ def _draw_line(axes: Axes, line_points: pd.DataFrame, panel: str, scale: float, 
                     linewidth=1, zorder=2)  # fmt: skip
     axes.plot(
         x, line_points[panel] * scale, color=colour, linestyle=evidence_style.linestyle,
-        marker=factor_line.marker, linewidth=1.3, markersize=5,
+        marker=mark.marker, linewidth=1.3, markersize=5,
         markerfacecolor=colour if evidence_style.is_filled else "white", zorder=3,
     )  # fmt: skip
     oom_points = line_points[line_points["out_of_memory"] & (panel != "exposed")]
@@ -339,8 +343,8 @@ def _build_legend(facet: pd.DataFrame) -> list[tuple[Artist, str]]:
     evidence_kinds = style.sort_evidence(facet["evidence"])
     legend_entries: list[tuple[Artist, str]] = []
     for (strategy, series), _ in facet.groupby(["strategy", "series"], sort=False):
-        colour, factor_line = find_line_style(str(strategy))
-        legend_entries.append((Line2D([], [], color=colour, marker=factor_line.marker, markersize=5), str(series)))
+        mark, _ = find_line_style(str(strategy))
+        legend_entries.append((Line2D([], [], color=mark.colour, marker=mark.marker, markersize=5), str(series)))
     for evidence in evidence_kinds:
         evidence_style = style.EVIDENCE_STYLES[evidence]
         handle = Line2D(

@@ -21,6 +21,13 @@ from bench.core.presentation import (
     get_rank_noun,
 )
 from bench.reporting.drawing import lanes, style
+from bench.reporting.drawing.direct_labels import (
+    MAX_LEGEND_ENTRIES,
+    WIDE_FIGURE_IN,
+    DirectLabel,
+    compute_labels_height_in,
+    draw_direct_labels,
+)
 from bench.reporting.drawing.drawing import Drawing, ReportFigure, ReportSection, create_figure, draw_header
 from bench.reporting.tables.cells import build_cells, iterate_groups, select_drawable_cells
 from bench.reporting.tables.table import COMPLETED_STATUSES, RowNeeds
@@ -120,18 +127,28 @@ def _draw_trade_off(facet: pd.DataFrame, palette: dict[str, style.VariantStyle])
     unit, unit_bytes = choose_memory_unit(float(facet[MEMORY_COLUMN].max()))
     marks_by_choice = _assign_marks(facet, palette)
     legend_entries = _build_legend(facet, marks_by_choice)
-    figure = create_figure(style.FIGURE_WIDTH_IN, HEIGHT_IN + lanes.compute_legend_height_in(legend_entries))
+    is_labelled = len(legend_entries) > MAX_LEGEND_ENTRIES
+    if is_labelled:
+        legend_entries = legend_entries[len(marks_by_choice) :]
+    axes_height_in = max(HEIGHT_IN - 0.9, compute_labels_height_in(len(marks_by_choice) if is_labelled else 0))
+    figure = create_figure(
+        WIDE_FIGURE_IN if is_labelled else style.FIGURE_WIDTH_IN,
+        axes_height_in + 0.9 + lanes.compute_legend_height_in(legend_entries),
+    )
     axes = figure.add_subplot()
+    labels: dict[str, DirectLabel] = {}
     right_edge = float(facet[MEMORY_COLUMN].max()) / unit_bytes * 1.12
     num_oom = 0
     for row in facet.to_dict("records"):
         if pd.notna(row["median"]):
             _draw_point(axes, row, marks_by_choice[row["choice"]], unit_bytes)
+            x, y = float(row[MEMORY_COLUMN]) / unit_bytes, float(row["median"])
         else:
-            lanes.draw_oom_cross(
-                axes, right_edge * (1 - 0.04 * num_oom), 0, marks_by_choice[row["choice"]].colour, row["evidence"]
-            )
+            x, y = right_edge * (1 - 0.04 * num_oom), 0.0
+            lanes.draw_oom_cross(axes, x, y, marks_by_choice[row["choice"]].colour, row["evidence"])
             num_oom += 1
+        label = DirectLabel(row["choice"], x, y, marks_by_choice[row["choice"]].colour)
+        labels.setdefault(row["choice"], label)
     axes.set_xlim(0, right_edge * AXIS_MARGIN_FACTOR)
     axes.set_ylim(0, float(facet["high"].max()) * 1.15)
     axes.grid()
@@ -141,6 +158,8 @@ def _draw_trade_off(facet: pd.DataFrame, palette: dict[str, style.VariantStyle])
     title = f"Memory against throughput: {first_row['model']}, {first_row['among']}, {ranks_label}"
     detail = " · ".join(part for part in (first_row["workload"], first_row["limit"]) if part)
     draw_header(figure, title, "\n".join(part for part in (detail, first_row["place"], cpu_note) if part))
+    if is_labelled:
+        draw_direct_labels(axes, list(labels.values()), axes_height_in)
     lanes.draw_legend(figure, legend_entries)
     completed_rows = facet[facet["median"].notna()]
     fastest, leanest = (
@@ -163,26 +182,22 @@ def _draw_trade_off(facet: pd.DataFrame, palette: dict[str, style.VariantStyle])
         first_row["workload"],
         first_row["limit"],
     )
-    return Drawing(name, title, figure, f"{extremes_text} {cpu_note}".strip(), alt_text)
+    return Drawing(name, title, figure, f"{extremes_text} {cpu_note}".strip(), alt_text, wide=is_labelled)
 
 
 def _assign_marks(facet: pd.DataFrame, palette: dict[str, style.VariantStyle]) -> dict[str, style.VariantStyle]:
-    """Every choice's own marker, or one of another colour's; choices of one strategy share its colour in shades."""
+    """The mark of every choice's strategy; further choices of one strategy have its colour and other markers."""
     marks_by_choice: dict[str, style.VariantStyle] = {}
-    shade_counts: dict[str, int] = {}
     for row in facet.to_dict("records"):
         if row["choice"] not in marks_by_choice:
-            shade = shade_counts.get(row["variant"], 0)
-            shade_counts[row["variant"]] = shade + 1
-            colour = style.lighten_colour(palette[row["variant"]].colour, min(0.3 * shade, 0.6))
-            taken_markers = {
-                mark.marker for mark in marks_by_choice.values() if style.is_similar_colour(mark.colour, colour)
-            }
-            first_marker = len(marks_by_choice) % len(style.MARKERS)
+            colour = palette[row["variant"]].colour
+            marks = [*marks_by_choice.values(), *(palette[variant] for variant in set(facet["variant"]))]
+            taken_markers = {mark.marker for mark in marks if style.is_similar_colour(mark.colour, colour)}
+            first_marker = style.MARKERS.index(palette[row["variant"]].marker)
             markers = style.MARKERS[first_marker:] + style.MARKERS[:first_marker]
-            marks_by_choice[row["choice"]] = style.VariantStyle(
-                colour, next((marker for marker in markers if marker not in taken_markers), markers[0])
-            )
+            is_first = row["variant"] not in {name.partition(", ")[0] for name in marks_by_choice}
+            free_markers = markers if is_first else [marker for marker in markers if marker not in taken_markers]
+            marks_by_choice[row["choice"]] = style.VariantStyle(colour, (*free_markers, markers[0])[0])
     return marks_by_choice
 
 

@@ -96,8 +96,22 @@ def _describe_failed_cell(notebook: nbformat.NotebookNode) -> str:
     return "a cell"
 
 
+FIGURE_TITLE = re.compile(r"(?:set_title|plt\.title|title=)\(?\s*[\"'](.+?)[\"']")
+
+
+def _describe_images(notebook: nbformat.NotebookNode) -> None:
+    """Give pictures that cells draw with matplotlib an alternative text: the title that the cell sets."""
+    for cell in notebook.cells:
+        for output in cell.get("outputs", ()):
+            if "image/png" in output.get("data", {}):
+                match = FIGURE_TITLE.search(cell.source)
+                title = match[1] if match else "a figure"
+                output.metadata["image/png"] = {"alt": f"{title}: drawn by the cell above from its table."}
+
+
 def render_page(notebook: nbformat.NotebookNode, title: str) -> str:
     """The notebook with its outputs as one HTML page that loads nothing from elsewhere."""
+    _describe_images(notebook)
     text = files("bench.reporting.notebook").joinpath(TEMPLATE_FILE).read_text(encoding="utf-8")
     exporter = HTMLExporter(
         extra_loaders=[jinja2.DictLoader({TEMPLATE_FILE: text})], template_file=TEMPLATE_FILE, exclude_anchor_links=True

@@ -150,7 +150,7 @@ class Notebook:
             folder.mkdir(parents=True, exist_ok=True)
             svg_text = drawing.save_drawing(item, folder)
         else:
-            svg_text = drawing.render_svg(item)
+            svg_text = drawing.render_svg(item.figure)
         image = base64.b64encode(svg_text.encode()).decode()
         width = round(item.figure.get_figwidth() * PIXELS_PER_INCH)
         notes = "".join(f"<li>{html.escape(note)}</li>" for note in item.notes)

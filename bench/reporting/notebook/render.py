@@ -90,6 +90,7 @@ def render_notebooks(names: Sequence[str], stores: Mapping[str, Path], output_di
     from bench.reporting.notebook import execution
 
     exit_code = 0
+    output_dir.mkdir(parents=True, exist_ok=True)
     for name in names:
         notebook = nbformat.read(NOTEBOOKS_DIR / f"{name}.ipynb", as_version=4)
         values = {option.upper(): str(store) for option, store in stores.items()} | {

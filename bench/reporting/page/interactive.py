@@ -6,12 +6,9 @@ run shards, fill and line what kind of evidence it is, a run out of memory stand
 
 from __future__ import annotations
 
-import base64
 import functools
-import gzip
 import html
 import importlib.resources
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,8 +18,10 @@ import pandas as pd
 from bench.config.flop_conventions import format_tflops_label
 from bench.core import presentation
 from bench.reporting.drawing import style
+from bench.reporting.drawing.direct_labels import MAX_LEGEND_ENTRIES
 from bench.reporting.drawing.lanes import is_degraded
 from bench.reporting.figures import scaling
+from bench.reporting.page.packing import compress_text
 from bench.reporting.tables.cells import iterate_groups, sort_rows
 from bench.reporting.tables.table import CELL_COLUMNS
 
@@ -137,6 +136,7 @@ def _build_explorer_chart(
         )
     if len(oom_rows):
         traces.append(_build_legend_trace(OOM_LABEL))
+    _shorten_legend(traces)
     layout = style.build_plotly_layout(f"peak allocated memory per {noun} ({unit})", speed_label)
     layout["xaxis"]["rangemode"] = "tozero"
     fastest_row = fitted_rows.iloc[int(fitted_rows["counted_tflops"].astype(float).argmax())]
@@ -149,6 +149,15 @@ def _build_explorer_chart(
         f"Out of memory: {len(oom_rows)}. The same runs are in the table."
     )
     return InteractiveChart(place, "explorer", {"data": traces, "layout": layout}, alt)
+
+
+def _shorten_legend(traces: list[PlotlyTrace]) -> None:
+    """Leave in the legend what has the most points where it would have more than `MAX_LEGEND_ENTRIES` entries; every
+    point says its name when it is hovered over."""
+    entries = [trace for trace in traces if trace.get("showlegend", True)]
+    entries.sort(key=lambda trace: (trace["name"] not in (OOM_LABEL, DEGRADED_LABEL), -len(trace["x"])))
+    for trace in entries[MAX_LEGEND_ENTRIES:]:
+        trace["showlegend"] = False
 
 
 def _format_trace_name(variant: str, evidence: str) -> str:
@@ -296,6 +305,7 @@ def _build_scaling_chart(
         )
     if (facet["out_of_memory"] > 0).any():
         traces.append(_build_legend_trace(OOM_LABEL))
+    _shorten_legend(traces)
     world_sizes = sorted({int(size) for size in facet["world_size"]})
     layout = style.build_plotly_layout(f"{nouns} (world size, logarithmic)", speed_label)
     layout["xaxis"] |= {"type": "log", "tickvals": world_sizes, "ticktext": [str(size) for size in world_sizes]}
@@ -350,16 +360,3 @@ def _format_cell_hover(row: dict[Any, Any], noun: str) -> str:
             hover_lines.append(f"{row['out_of_memory']} of the repeats out of memory")
     first_line, *other_lines = (html.escape(line, quote=False) for line in hover_lines)
     return "<br>".join([f"<b>{first_line}</b>", *other_lines])
-
-
-# --- Large parts of a page, compressed: a script of the page unpacks them where they are needed.
-
-
-def compress_text(text: str) -> str:
-    """A text as gzip in base64, the same every time: letters and digits that may stand anywhere in HTML."""
-    return base64.b64encode(gzip.compress(text.encode(), compresslevel=9, mtime=0)).decode()
-
-
-def compress_json(value: Any) -> str:
-    """A plain value as JSON in `compress_text`."""
-    return compress_text(json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False))

@@ -84,7 +84,8 @@ def build_trade_off_figure(selected: pd.DataFrame) -> go.Figure:
     for (strategy, series, evidence), series_points in iterate_groups(selected, "strategy", "series", "evidence"):
         series_points = series_points.sort_values("sharding_factor")
         fitted_points = series_points[series_points["tflops"].notna()]
-        colour, factor_line = sharding_factor.find_line_style(strategy)
+        mark, factor_line = sharding_factor.find_line_style(strategy)
+        colour = mark.colour
         hover_texts = [
             f"<b>{series}, F = {row['sharding_factor']}, {evidence}</b><br>{format_memory(row['memory'])} "
             f"({format_memory(row['memory_low'])} to "
@@ -106,7 +107,7 @@ def build_trade_off_figure(selected: pd.DataFrame) -> go.Figure:
                 textposition="top center" if factor_line.offset_log2 > 0 else "bottom center",
                 textfont={"size": 10, "color": colour}, hovertext=hover_texts, hoverinfo="text",
                 line={"color": colour, "dash": style.get_plotly_dash(evidence)},
-                marker=_build_marker(colour, factor_line.marker, evidence),
+                marker=_build_marker(colour, mark.marker, evidence),
             )
         )  # fmt: skip
         oom_points = series_points[series_points["out_of_memory"] & series_points["memory"].notna()]

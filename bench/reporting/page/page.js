@@ -1,125 +1,3 @@
-"use strict";
-// The table of all runs: sorting by a heading, filtering by words and choices. Cells carry the value that they are
-// sorted by in data-v where it is not their text.
-
-const byId = (id) => document.getElementById(id);
-
-/** An element with properties and children; texts become text nodes, never markup. */
-function element(name, properties = {}, ...children) {
-  const made = Object.assign(document.createElement(name), properties);
-  made.append(...children);
-  return made;
-}
-
-/** What the page carries compressed (gzip in base64), as text. */
-async function unpacked(id) {
-  const bytes = Uint8Array.from(atob(byId(id).textContent), (character) => character.charCodeAt(0));
-  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
-  return new Response(stream).text();
-}
-
-document.documentElement.classList.add("js");
-
-const table = byId("runs-table");
-const body = table.tBodies[0];
-const headings = [...table.tHead.rows[0].cells];
-const original = [...body.rows];
-let order = [...original];
-const searched = new Map(original.map((row) => [row, row.textContent.toLowerCase()]));
-const collator = new Intl.Collator("en", { numeric: true });
-
-/** What a cell is sorted and filtered by: a number, a word, or null where the run has no value. */
-function valueOf(row, column) {
-  const cell = row.cells[column];
-  if (cell.dataset.v !== undefined) {
-    return headings[column].classList.contains("number") || headings[column].dataset.rank ? Number(cell.dataset.v) : cell.dataset.v;
-  }
-  const text = cell.textContent.trim();
-  if (text === "–" || text === "") return null;
-  return headings[column].classList.contains("number") ? Number(text.replaceAll(",", "")) : text;
-}
-
-function compare(one, two) {
-  return typeof one === "number" && typeof two === "number" ? one - two : collator.compare(String(one), String(two));
-}
-
-/** Sort by a column: runs without a value come last either way, equal ones stay as they were. */
-function sortBy(column, descending) {
-  const keyed = order.map((row) => [valueOf(row, column), row]);
-  keyed.sort(([one], [two]) => {
-    if (one === null || two === null) return (one === null) - (two === null);
-    return descending ? compare(two, one) : compare(one, two);
-  });
-  order = keyed.map(([, row]) => row);
-  arrange();
-  headings.forEach((heading, index) => {
-    if (index === column) heading.setAttribute("aria-sort", descending ? "descending" : "ascending");
-    else heading.removeAttribute("aria-sort");
-  });
-}
-
-function arrange() {
-  const fragment = document.createDocumentFragment();
-  fragment.append(...order);
-  body.append(fragment);
-}
-
-headings.forEach((heading, column) => {
-  const button = element("button", { type: "button", className: "sort" }, ...heading.childNodes);
-  heading.append(button);
-  button.addEventListener("click", () => sortBy(column, heading.getAttribute("aria-sort") === "ascending"));
-});
-
-// ---- filters
-
-const filters = byId("filters");
-const words = byId("filter-text");
-const choices = [];
-
-headings.forEach((heading, column) => {
-  const name = heading.dataset.choose;
-  if (!name) return;
-  const textOf = (row) => row.cells[column].dataset.v !== undefined && !heading.dataset.rank ? row.cells[column].dataset.v : row.cells[column].textContent.trim();
-  const counts = new Map();
-  for (const row of original) counts.set(textOf(row), (counts.get(textOf(row)) || 0) + 1);
-  if (counts.size < 2) return;
-  const select = element("select", { id: `filter-${name.toLowerCase()}` }, new Option("all", ""));
-  for (const [value, count] of counts) select.append(new Option(`${value} (${count})`, value));
-  const label = element("label", { htmlFor: select.id }, name);
-  filters.insertBefore(element("div", { className: "field" }, label, select), filters.querySelector("button"));
-  choices.push([select, textOf]);
-});
-
-/** Anchors of the runs that the table shows, in its order. */
-function shownRuns() {
-  return order.filter((row) => !row.hidden).map((row) => row.id);
-}
-
-function filter() {
-  const wanted = words.value.toLowerCase().split(/\s+/).filter(Boolean);
-  let count = 0;
-  for (const row of original) {
-    const text = searched.get(row);
-    const fits = wanted.every((word) => text.includes(word)) && choices.every(([select, textOf]) => !select.value || textOf(row) === select.value);
-    row.hidden = !fits;
-    count += fits;
-  }
-  const all = original.length;
-  byId("shown").textContent = count === all ? `All ${all} runs are shown.` : `${count} of ${all} runs are shown.`;
-  document.dispatchEvent(new CustomEvent("runs-shown"));
-}
-
-filters.addEventListener("input", filter);
-filters.addEventListener("submit", (event) => event.preventDefault());
-filters.addEventListener("reset", () => {
-  order = [...original];
-  arrange();
-  headings.forEach((heading) => heading.removeAttribute("aria-sort"));
-  setTimeout(filter); // once the fields are empty
-});
-filters.hidden = false;
-filter();
-
 // One run in a dialog: all of its row, from the blocks that the page carries as JSON. A run is opened by its anchor,
 // so that a link to one can be shared.
 
@@ -131,6 +9,17 @@ async function blocksOf(anchor) {
   unpackedDetails = unpackedDetails || unpacked("details").then(JSON.parse);
   const { runs, blocks } = await unpackedDetails;
   return Object.hasOwn(runs, anchor) ? runs[anchor].map((number) => blocks[number]) : undefined;
+}
+
+/** What the table says of a run, where the page has no details of its own; undefined if there is no such run. */
+function blocksOfLine(anchor) {
+  const run = runs.find((one) => one.anchor === anchor);
+  if (!run) return undefined;
+  const facts = headings.map((heading, column) => [heading.dataset.title, run.cells[column].text]);
+  return [
+    { title: "In the table", facts: facts.filter(([, text]) => text !== "–") },
+    { title: "The rest", text: `This report has many runs. All that is known of this one is in its row, ${run.id}.` },
+  ];
 }
 
 function factList(facts) {
@@ -198,10 +87,12 @@ function shownBlock(block) {
 }
 
 async function open(anchor) {
-  const blocks = await blocksOf(anchor);
+  await ready;
+  const blocks = (await blocksOf(anchor)) || blocksOfLine(anchor);
   if (!blocks) return;
   byId("run-title").textContent = `Run ${anchor.replace(/^run-|-\d+$/g, "")}`;
   byId("run-body").replaceChildren(...blocks.map(shownBlock));
+  await ready;
   const shown = shownRuns();
   const place = shown.indexOf(anchor);
   [["run-before", shown[place - 1]], ["run-after", place < 0 ? undefined : shown[place + 1]]].forEach(([id, other]) => {
@@ -214,7 +105,7 @@ async function open(anchor) {
 
 /** Open a run and name it in the address, without another step back in the history. */
 function show(anchor) {
-  history.replaceState(null, "", `#${anchor}`);
+  history.replaceState(null, "", `${location.search}#${anchor}`);
   open(anchor);
 }
 
@@ -232,7 +123,7 @@ dialog.addEventListener("close", () => {
   if (location.hash.startsWith("#run-")) history.replaceState(null, "", location.href.split("#")[0]);
 });
 document.addEventListener("click", (event) => {
-  const link = event.target.closest('a[href^="#run-"]');
+  const link = event.target.closest('a[href^="#run-"]:not([data-runs])');
   if (!link || event.ctrlKey || event.metaKey || event.shiftKey) return;
   event.preventDefault();
   show(link.hash.slice(1));
@@ -316,6 +207,7 @@ async function draw(frame, charts) {
   const chart = charts[frame.querySelector("select").value || 0];
   const library = await loaded();
   frame.querySelector(".wait")?.remove();
+  await ready;
   const shown = new Set(shownRuns());
   const { data, layout } = chart.spec;
   const traces = chart.group === "explorer" ? data.map((trace) => picked(trace, shown)) : data;
@@ -353,15 +245,27 @@ async function start() {
 
 if (frames.length) start();
 
-// The static figures: SVG that the page carries compressed, unpacked one after another in the order of the page.
+// The static figures: SVG that the page carries compressed, without the outlines of characters, which it has once.
+// They are unpacked one after another in the order of the page; those that lie folded away when they are unfolded.
 
-async function showFigures() {
-  const images = document.querySelectorAll("img[data-figure]");
-  if (!images.length) return;
-  const figures = JSON.parse(await unpacked("figures"));
+const unpackedFigures = document.querySelector("img[data-figure]") && unpacked("figures").then(JSON.parse);
+
+/** A figure as the text of an SVG file, with the outlines of the characters that it uses. */
+function figureText({ glyphs, figures }, name) {
+  const [text, used] = figures[name];
+  const outlines = used.map((id) => `<path id="${id}" ${glyphs[id]}/>`).join("");
+  return text.replace("<defs>", `<defs>${outlines}`);
+}
+
+async function showFigures(images) {
   for (const image of images) {
-    image.src = URL.createObjectURL(new Blob([figures[image.dataset.figure]], { type: "image/svg+xml" }));
+    const text = figureText(await unpackedFigures, image.dataset.figure);
+    image.src = URL.createObjectURL(new Blob([text], { type: "image/svg+xml" }));
   }
 }
 
-showFigures();
+const folded = [...document.querySelectorAll("details.more-figures")];
+for (const part of folded) {
+  part.addEventListener("toggle", () => showFigures(part.querySelectorAll("img[data-figure]")), { once: true });
+}
+showFigures([...document.querySelectorAll("img[data-figure]")].filter((image) => !image.closest("details.more-figures")));

@@ -16,9 +16,11 @@ from bench.core import presentation
 from bench.core.presentation import format_plural
 from bench.records import StoreContents
 from bench.reporting.drawing.drawing import ReportSection
+from bench.reporting.findings.finding import FindingTopic
 from bench.reporting.page import run_table
 from bench.reporting.page.hosts import build_comparison_rows, find_host_systems, format_change, pair_host_systems
-from bench.reporting.page.interactive import InteractiveChart, compress_json, compress_plotly_js, load_plotly_js
+from bench.reporting.page.interactive import InteractiveChart, compress_plotly_js, load_plotly_js
+from bench.reporting.page.packing import compress_json, pack_figures
 from bench.reporting.page.run_details import build_details, deduplicate_blocks
 from bench.reporting.tables.cells import iterate_groups, sort_rows
 from bench.reporting.tables.table import NESTED_COLUMNS, SETTING_FORMATTERS
@@ -154,12 +156,25 @@ EVIDENCE_MEANINGS = {
 }
 
 
+MAX_STATIC_RUNS = 100
+"""Runs that the page's HTML itself lists; a script of the page shows the others, a page of as many at a time."""
+
+MAX_SHOWN_FIGURES = 4
+"""Figures of a section that are shown at once; the others when they are asked for."""
+MAX_TABLES, MAX_TABLE_ROWS, MAX_CAUSES = 20, 100, 40
+"""Tables of a section, lines of a table (but that of all runs) and causes of failures: of more the first are listed."""
+
+MAX_LINKED_RUNS = 1000
+"""Runs of a finding that its link selects; with more, it leads to the whole table."""
+
+
 def render_page(
     store_name: str,
     contents: StoreContents,
     table: pd.DataFrame,
     sections: list[ReportSection],
     svg_texts: dict[str, str],
+    topics: Sequence[FindingTopic],
     charts: Sequence[InteractiveChart] = (),
     speed_note: str = "",
 ) -> str:
@@ -167,10 +182,12 @@ def render_page(
 
     Parameters
     ----------
-    store_store_name: str
+    store_name: str
         Where the rows come from.
     svg_texts: dict
         Text of the SVG of every drawing, by its name.
+    topics: sequence of FindingTopic
+        What was found, which the page begins with.
     charts: sequence of Chart
         Figures to hover over; with none, the page does not carry the library that draws them.
     speed_note: str
@@ -192,11 +209,17 @@ def render_page(
     places = [_describe_place(str(place), rows) for (place,), rows in iterate_groups(ordered_rows, "place")]
     places.sort(key=lambda place: -place["count"])
     host_systems, other_count = find_host_systems(table, contents.records)
-    script = "(() => {\n" + read_source("page.js") + "})();\n"
+    script = "(() => {\n" + read_source("table.js") + read_source("page.js") + "})();\n"
     executed_scripts = [script, *([load_plotly_js()] if charts else [])]
     return environment.get_template("page.html.j2").render(
         name=store_name,
         total=format_plural(len(table), "run"),
+        topics=topics,
+        max_linked_runs=MAX_LINKED_RUNS,
+        max_shown_figures=MAX_SHOWN_FIGURES,
+        max_tables=MAX_TABLES,
+        max_table_rows=MAX_TABLE_ROWS,
+        max_causes=MAX_CAUSES,
         style=read_source("page.css"),
         script=script,
         hashes=" ".join(f"'sha256-{_hash_script(text)}'" for text in executed_scripts),
@@ -209,10 +232,10 @@ def render_page(
         shared=_list_shared_settings(table),
         period=_format_period(table),
         sections=sections,
-        images=compress_json(svg_texts),
+        images=pack_figures(svg_texts),
         causes=group_failures(table),
         **_build_run_table(ordered_rows, contents, files),
-        details=compress_json(_build_details(table, contents, files)),
+        details=pack_details(table, contents, files),
         charts=list(dict.fromkeys(chart.group for chart in charts)),
         chart_data=compress_json([asdict(chart) for chart in charts]),
         library=compress_plotly_js() if charts else "",
@@ -246,17 +269,34 @@ def _build_run_table(ordered: pd.DataFrame, contents: StoreContents, files: Sequ
         run_table.build_run_row(row, contents.records[position], columns, files[position], variant_position)
         for row, position, variant_position in zip(rows, ordered.index, run_positions, strict=True)
     ]
-    return {"columns": columns, "runs": table_rows}
+    return {
+        "columns": columns,
+        "runs": table_rows[:MAX_STATIC_RUNS],
+        "num_runs": len(table_rows),
+        "rows": compress_json([row.pack() for row in table_rows]),
+    }
 
 
-def _build_details(table: pd.DataFrame, contents: StoreContents, files: Sequence[str]) -> dict[str, Any]:
+MAX_DETAILS_BYTES = 1_200_000
+"""Of a page: what the details of its runs take, packed."""
+
+
+def pack_details(table: pd.DataFrame, contents: StoreContents, files: Sequence[str]) -> str:
+    """All that the rows hold, compressed, for the dialog that shows one; of many rows only what tells them apart, and
+    of very many none: the dialog then shows the table's line and where the row lies."""
     headings = table["variant"] + " · " + table["precision"] + " · " + table["heading"]
-    return deduplicate_blocks(
-        {
-            str(link): build_details(record, file, str(heading))
-            for link, record, file, heading in zip(table["link"], contents.records, files, headings, strict=True)
-        }
-    )
+    rows = list(zip(table["link"], contents.records, files, headings, strict=True))
+    for is_complete in (True, False):
+        details = deduplicate_blocks(
+            {
+                str(link): build_details(record, file, str(heading), is_complete=is_complete)
+                for link, record, file, heading in rows
+            }
+        )
+        packed = compress_json(details)
+        if len(packed) <= MAX_DETAILS_BYTES:
+            return packed
+    return compress_json({"blocks": [], "runs": {}})
 
 
 def _count_values(column: pd.Series, meanings: dict[str, str]) -> list[tuple[str, int, str]]:

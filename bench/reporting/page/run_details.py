@@ -184,7 +184,7 @@ SPEED_LABELS = {
 SHARE_COLUMNS = {"mfu", "hfu", "exposed_communication"}
 
 
-def build_details(record: Record, file: str, heading: str) -> list[DetailBlock]:
+def build_details(record: Record, file: str, heading: str, *, is_complete: bool = True) -> list[DetailBlock]:
     """The blocks of one row.
 
     Parameters
@@ -193,7 +193,13 @@ def build_details(record: Record, file: str, heading: str) -> list[DetailBlock]:
         Where the row lies, below the store.
     heading: str
         The run in words.
+    is_complete: bool
+        With everything; else with what becomes of a run, and where its row has the rest.
     """
+    if not is_complete:
+        rest = {"title": "The rest", "text": f"This report has many runs. All that is known of this one is in {file}."}
+        blocks = [_build_outcome_block(record, heading), _build_speed_block(record), _build_memory_block(record), rest]
+        return [block for block in blocks if block]
     return [
         block
         for block in (

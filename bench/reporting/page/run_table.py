@@ -16,6 +16,7 @@ RowValues = Mapping[str, Any]
 """A row of the table with None for what is missing."""
 
 TOKENS_COLUMN = "tokens_per_second_per_gpu"
+RERUN_LABEL = "Run it again"
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,13 @@ class RunTableRow:
     cells: list[RunTableCell]
     brief_details: list[tuple[str, str]]
     """The most important details, for a page without scripts."""
+
+    def pack(self) -> list[Any]:
+        """As a script of the page reads it: anchor, run id, spoken name, what else the search finds it by, and per cell
+        its text, or its text and what it is sorted by."""
+        searched_text = " ".join(value for name, value in self.brief_details if name != RERUN_LABEL)
+        cells = [[cell.text, cell.sort_value] if cell.sort_value else cell.text for cell in self.cells]
+        return [self.anchor, self.run_id, self.spoken_name, searched_text, cells]
 
 
 def _format_requested_strategy(row: RowValues) -> str:
@@ -108,8 +116,18 @@ def _format_share(value: float) -> str:
 RUN_TABLE_COLUMNS = (
     RunTableColumn("Model", _build_getter("model"), _build_getter("model"), filter_name="Model", is_short=False),
     RunTableColumn("Strategy", _build_getter("variant"), filter_name="Strategy", is_ranked=True, is_short=False),
+    RunTableColumn(
+        "Ranks", _build_getter("world_size"), _build_getter("world_size"), is_number=True, filter_name="Ranks"
+    ),
+    RunTableColumn(
+        "Batch × sequence",
+        _build_formatter("workload", lambda workload: str(workload).removeprefix("batch ")),
+        _build_getter("batch_size_per_gpu"),
+        filter_name="Batch",
+    ),
+    RunTableColumn("Checkpointing", _build_getter("activation_checkpointing"), filter_name="Checkpointing"),
+    RunTableColumn("Evidence", _build_getter("evidence"), filter_name="Evidence"),
     RunTableColumn("Precision", _build_getter("precision"), filter_name="Precision"),
-    RunTableColumn("Ranks", _build_getter("world_size"), _build_getter("world_size"), is_number=True),
     RunTableColumn("Status", _describe_outcome, _get_status, filter_name="Status"),
     RunTableColumn(
         "TFLOP/s per rank",
@@ -143,9 +161,7 @@ RUN_TABLE_COLUMNS = (
         _build_getter(TOKENS_COLUMN),
         is_number=True,
     ),
-    RunTableColumn("Batch × sequence", _build_formatter("workload", str), _build_getter("batch_size_per_gpu")),
     RunTableColumn("Limit, settings", _format_settings),
-    RunTableColumn("Evidence", _build_getter("evidence"), filter_name="Evidence"),
     RunTableColumn(
         "Parameters",
         _build_formatter("parameters", presentation.format_count),
@@ -191,6 +207,11 @@ def select_columns(rows: Sequence[RowValues]) -> list[RunTableColumn]:
     columns = [
         column for column in RUN_TABLE_COLUMNS if column.title in ALWAYS_SHOWN_COLUMNS or _has_information(column, rows)
     ]
+    if {row["device"] for row in rows} <= {"cuda", "rocm"}:
+        columns = [
+            replace(column, title="GPUs", filter_name="GPUs") if column.title == "Ranks" else column
+            for column in columns
+        ]
     convention = next((row["flop_convention"] for row in rows), "model")
     if convention == "model":
         return columns
@@ -255,6 +276,6 @@ def _build_brief_details(record: Record, row_file: str) -> list[tuple[str, str]]
         "Hosts": record.get("hosts"),
         "Software": ", ".join(f"{name} {version}" for name, version in versions.items() if version),
         "Commit": record.get("git_sha"),
-        "Run it again": build_rerun_command(record),
+        RERUN_LABEL: build_rerun_command(record),
     }
     return [(name, str(value)) for name, value in details.items() if value]

@@ -7,7 +7,7 @@ nothing, `PaperComparison.note` says what was taken instead.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,9 +54,20 @@ class PlottedQuantity:
     low_column: str | None = None
     high_column: str | None = None
     """Columns of a prediction's interval; for speed it follows from that of the step time."""
+    short_label: str = ""
+    """How the axis of bars is named, which has less room; empty: as the axis of lines."""
+
+    @property
+    def bar_label(self) -> str:
+        return self.short_label or self.axis_label
 
 
-TFLOPS = PlottedQuantity("hardware_tflops_per_gpu", "hardware TFLOP/s per GPU (recomputation counted)", "TFLOP/s")
+TFLOPS = PlottedQuantity(
+    "hardware_tflops_per_gpu",
+    "hardware TFLOP/s per GPU (recomputation counted)",
+    "TFLOP/s",
+    short_label="TFLOP/s per GPU",
+)
 SAMPLE_RATE = PlottedQuantity("tokens_per_second_per_gpu", "samples per second per GPU", "samples/s")
 STEP_TIME = PlottedQuantity(
     "step_time_median_s", "seconds per step", "seconds", 1.0, "step_time_ci_low_s", "step_time_ci_high_s"
@@ -302,7 +313,8 @@ def compare_with_paper(comparison: PaperComparison, table: pd.DataFrame) -> list
     list
         Pairs of the setting in words ("" where the paper states it) and a table: ``panel``, ``series``, ``column``,
         ``world_size``, ``evidence``, ``quantity`` (its short name), ``value`` (NaN where memory ran out), ``low`` and
-        ``high`` (uncertainty, interval or range of repeats), ``out_of_memory``, ``degraded``.
+        ``high`` (uncertainty, interval or range of repeats), ``out_of_memory``, ``degraded``, ``links`` (anchors of
+        the runs).
     """
     published_rows = _load_paper_rows()
     figure_rows = published_rows[published_rows["source_figure"].str.endswith(comparison.figure)]
@@ -373,7 +385,8 @@ def _build_published_points(comparison: PaperComparison, figure_rows: pd.DataFra
             margin = 0.0 if pd.isna(row["source_uncertainty"]) else float(row["source_uncertainty"])
             if quantity.scale == GB:
                 margin = margin or 0.5
-            points.append(_build_point(comparison, row, quantity, value, value - margin, value + margin, False))
+            point = _build_point(comparison, row, quantity, value, value - margin, value + margin, False)
+            points.append({**point, "links": ()})
     return pd.DataFrame(points)
 
 
@@ -396,7 +409,8 @@ def _build_store_points(comparison: PaperComparison, rows: pd.DataFrame) -> pd.D
             if row["evidence"] == "predicted" and not fitted_rows.empty:
                 low, high = _compute_interval(row, quantity, value)
             degraded = bool(fitted_rows["degraded"].fillna(False).any())
-            points.append(_build_point(comparison, row, quantity, value, low, high, degraded))
+            point = _build_point(comparison, row, quantity, value, low, high, degraded)
+            points.append({**point, "links": tuple(group["link"])})
     return pd.DataFrame(points)
 
 
@@ -438,25 +452,3 @@ def _build_point(
         "out_of_memory": row["status"] == "oom",
         "degraded": degraded,
     }
-
-
-def compute_ratios(comparison: PaperComparison, points: pd.DataFrame) -> dict[tuple[str, str, str, int], float]:
-    """The comparison's ratio by panel, evidence, column and world size (0 if not stated); empty if it has none."""
-    if comparison.ratio_series is None:
-        return {}
-    values: dict[str, dict[tuple[str, str, str, int], float]] = {name: {} for name in comparison.ratio_series}
-    for _, row in points[points["series"].isin(comparison.ratio_series) & points["value"].notna()].iterrows():
-        world_size = 0 if pd.isna(row["world_size"]) else int(row["world_size"])
-        values[row["series"]][row["panel"], row["evidence"], row["column"], world_size] = float(row["value"])
-    numerators, denominators = (values[name] for name in comparison.ratio_series)
-    return {key: value / denominators[key] for key, value in numerators.items() if key in denominators}
-
-
-def compute_deviations(points: pd.DataFrame, evidence: str = "predicted") -> Sequence[float]:
-    """Relative differences of what was predicted (or measured) from what was published, point by point."""
-    completed_points = points[points["value"].notna() & points["world_size"].notna()]
-    merge_columns = ["panel", "series", "world_size", "quantity"]
-    store_points = completed_points[completed_points["evidence"] == evidence].merge(
-        completed_points[completed_points["evidence"] == "published"], on=merge_columns, suffixes=("", "_published")
-    )
-    return list(store_points["value"] / store_points["value_published"] - 1)

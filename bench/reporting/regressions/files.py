@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 from bench.comparison.history import HistoryPoint, HistorySeries
 from bench.comparison.result import (
@@ -26,6 +24,7 @@ from bench.comparison.result import (
     OverallComparison,
     QuantityChange,
     RunComparison,
+    describe_exclusion,
     format_percent,
 )
 from bench.core import presentation
@@ -64,11 +63,7 @@ def format_value(quantity: str, number: float | str | None) -> str:
         return presentation.format_seconds(number)
     if quantity in MEMORY_COLUMNS:
         return presentation.format_memory(number)
-    return (
-        f"{presentation.format_number(number)} TFLOP/s"
-        if number >= 1
-        else f"{presentation.format_number(number * 1e3)} GFLOP/s"
-    )
+    return f"{presentation.format_number(number)} TFLOP/s"
 
 
 def format_run_counts(row: ComparedConfiguration) -> str:
@@ -106,8 +101,10 @@ def _has_equal_memory(row: ComparedConfiguration) -> bool:
 
 
 def format_reasons(row: ComparedConfiguration) -> str:
-    """The reasons of a verdict and what did not count, in one line."""
-    return "; ".join((*row.reasons, *row.notes))
+    """What the interval of the time leaves out, the reasons of a verdict and what did not count, in one line."""
+    time_change = row.get(STEP_TIME.column)
+    exclusion = describe_exclusion(time_change) if time_change is not None and row.verdict == CANNOT_TELL else ""
+    return "; ".join((*([f"the interval {exclusion}"] if exclusion else []), *row.reasons, *row.notes))
 
 
 def format_settings(comparison: RunComparison) -> str:
@@ -180,97 +177,6 @@ def _describe_series(series: HistorySeries) -> dict[str, Any]:
 def _describe_point(point: HistoryPoint) -> dict[str, Any]:
     """All but the rows, which the store has."""
     return {field.name: getattr(point, field.name) for field in fields(point) if field.name != "rows"}
-
-
-# --- A comparison as JUnit XML, which CI systems show as tests: one per configuration, and one for all together.
-
-FORBIDDEN_CHARACTERS = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-"""Characters that XML 1.0 cannot hold."""
-
-
-def format_junit_xml(comparison: RunComparison, base: str, candidate: str) -> str:
-    """A regression is a failed test, what cannot be told a skipped one; nothing comparable is an error."""
-    root = ElementTree.Element("testsuites")
-    evidence_kinds = [overall.evidence for overall in comparison.overall] or ["none"]
-    for evidence in evidence_kinds:
-        _add_suite(root, comparison, evidence, {"base": base, "candidate": candidate})
-    ElementTree.indent(root, " ")
-    return ElementTree.tostring(root, encoding="unicode", xml_declaration=False, short_empty_elements=True).join(
-        ('<?xml version="1.0" encoding="utf-8"?>\n', "\n")
-    )
-
-
-def _add_suite(
-    root: ElementTree.Element, comparison: RunComparison, evidence: str, compared_names: dict[str, str]
-) -> None:
-    suite = ElementTree.SubElement(root, "testsuite", name=f"bench.compare ({evidence})")
-    properties = ElementTree.SubElement(suite, "properties")
-    property_items = [*compared_names.items(), ("verdict", comparison.verdict)]
-    property_items += [
-        (f"machine {difference.name}", f"{difference.base} → {difference.candidate}")
-        for difference in comparison.machines
-    ]
-    property_items += [
-        (difference.name, f"{difference.base} → {difference.candidate}") for difference in comparison.software
-    ]
-    for name, value in property_items:
-        ElementTree.SubElement(properties, "property", name=_replace_forbidden(name), value=_replace_forbidden(value))
-    for overall in comparison.overall:
-        if overall.evidence == evidence:
-            _add_case(suite, "all configurations together", evidence, overall, "")
-    for row in comparison.rows:
-        if row.evidence == evidence:
-            _add_case(suite, row.name, evidence, row, format_reasons(row))
-    if not comparison.comparable:
-        case = ElementTree.SubElement(suite, "testcase", classname=evidence, name="comparable", time="0")
-        ElementTree.SubElement(
-            case, "error", message=_replace_forbidden(comparison.sentence), type="nothing comparable"
-        )
-    for tag in ("failure", "error", "skipped"):
-        suite.set({"failure": "failures", "error": "errors"}.get(tag, tag), str(len(suite.findall(f"testcase/{tag}"))))
-    suite.set("tests", str(len(suite.findall("testcase"))))
-    suite.set("time", "0")
-    output = ElementTree.SubElement(suite, "system-out")
-    output.text = _replace_forbidden("\n".join([comparison.sentence, *list_unmatched(comparison)]))
-
-
-def _add_case(
-    suite: ElementTree.Element, name: str, evidence: str, row: ComparedConfiguration | OverallComparison, reasons: str
-) -> None:
-    case = ElementTree.SubElement(
-        suite,
-        "testcase",
-        classname=_replace_forbidden(f"bench.compare.{evidence}"),
-        name=_replace_forbidden(name),
-        time="0",
-    )
-    change_texts = [
-        f"{COLUMN_HEADINGS[quantity]} {format_change(row.get(quantity))}"
-        for quantity in COLUMN_HEADINGS
-        if row.get(quantity)
-    ]
-    message = "; ".join(part for part in (row.verdict, reasons, ", ".join(change_texts)) if part)
-    if row.verdict == REGRESSION:
-        failure = ElementTree.SubElement(case, "failure", message=_replace_forbidden(message), type=REGRESSION)
-        failure.text = _replace_forbidden("\n".join(_format_change_lines(row)))
-    elif row.verdict == CANNOT_TELL:
-        ElementTree.SubElement(case, "skipped", message=_replace_forbidden(message))
-    else:
-        ElementTree.SubElement(case, "system-out").text = _replace_forbidden(message)
-
-
-def _format_change_lines(row: ComparedConfiguration | OverallComparison) -> list[str]:
-    lines = []
-    for change in row.changes:
-        values_text = " → ".join(format_value(change.quantity, value) for value in (change.base, change.candidate))
-        lines.append(
-            f"{change.quantity}: {values_text}, {format_change(change)} ({format_interval(change)}): {change.verdict}"
-        )
-    return lines
-
-
-def _replace_forbidden(text: str) -> str:
-    return FORBIDDEN_CHARACTERS.sub("?", text)
 
 
 # --- A comparison as Markdown: a comment for a pull request.
@@ -400,28 +306,3 @@ def write_texts(texts: dict[Path, str]) -> None:
             path.write_text(text, encoding="utf-8")
         except OSError as error:
             raise UsageError(f"{path} cannot be written ({error.strerror}): choose another file.") from None
-
-
-def write_comparison(
-    comparison: RunComparison,
-    base_name: str,
-    candidate_name: str,
-    *,
-    markdown_path: Path | None,
-    json_path: Path | None,
-    junit_path: Path | None,
-) -> None:
-    """Write a comparison in every form that a file was given for.
-
-    Raises
-    ------
-    UsageError
-        If a file cannot be written.
-    """
-    formatters = (
-        (markdown_path, format_markdown),
-        (json_path, format_comparison_json),
-        (junit_path, format_junit_xml),
-    )
-    texts = {path: format_text(comparison, base_name, candidate_name) for path, format_text in formatters if path}
-    write_texts(texts)

@@ -20,13 +20,13 @@ QUANTITY_UNITS = {SPEED: "hardware TFLOP/s per rank", MEMORY: "peak memory per r
 
 PAIR_COLUMNS = [
     "quantity", "source", "label", "against", "evidence", "reference", "reference_low", "reference_high", "value",
-    "low", "high", "degraded", "world_size",
+    "low", "high", "degraded", "world_size", "links",
 ]  # fmt: skip
 
 REQUIRED_COLUMNS = [
     "time_question", "evidence", "place", "variant", "precision", "heading", "world_size", "degraded",
     "peak_allocated_bytes", "peak_allocated_low_bytes", "peak_allocated_high_bytes", "hardware_tflops_per_gpu",
-    "step_time_median_s", "step_time_ci_low_s", "step_time_ci_high_s",
+    "step_time_median_s", "step_time_ci_low_s", "step_time_ci_high_s", "link",
 ]  # fmt: skip
 """Columns of rows that pairs are made from."""
 
@@ -45,8 +45,8 @@ def build_pairs(table: pd.DataFrame) -> pd.DataFrame:
         ``quantity`` (`SPEED` or `MEMORY`, in the units of `QUANTITY_UNITS`), ``source`` (figure of the paper, or
         place), ``label`` (the run in words), ``against`` (evidence of the reference: published or measured),
         ``evidence`` (of the estimate), ``reference`` and ``value`` with ``low`` and ``high`` of both, ``degraded``
-        (either is), ``world_size``, ``deviation`` (value against reference, a share; above 0 is too fast or too much
-        memory).
+        (either is), ``world_size``, ``links`` (anchors of the runs of both), ``deviation`` (value against reference, a
+        share; above 0 is too fast or too much memory).
     """
     pair_rows = [*_pair_with_published(table), *_pair_with_measured(table)]
     frame = pd.DataFrame(pair_rows, columns=PAIR_COLUMNS)
@@ -85,6 +85,7 @@ def _pair_figure_points(comparison: PaperComparison, points: pd.DataFrame) -> li
             "high": row["high"],
             "degraded": bool(row["degraded"] or row["degraded_printed"]),
             "world_size": int(row["world_size"]),
+            "links": row["links"],
         }
         for row in merged_points.to_dict("records")
     ]
@@ -135,6 +136,7 @@ def _pair_repeats(
                 "high": high,
                 "degraded": quantity == SPEED and any(row["degraded"] for row in measured_rows),
                 "world_size": first_row["world_size"],
+                "links": tuple(row["link"] for row in (*measured_rows, *evidence_rows)),
             }
         )
     return pair_rows

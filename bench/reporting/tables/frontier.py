@@ -31,6 +31,7 @@ FRONTIER_COLUMNS = [
     "model",
     "parameters",
     "answers",
+    "links",
 ]
 
 EXPLICIT_FIELDS = {
@@ -113,7 +114,8 @@ def build_frontier_cells(table: pd.DataFrame) -> pd.DataFrame:
     DataFrame
         ``device``, ``memory_gib`` and ``precision`` say which figure, ``heading`` (strategy and settings) which block
         of it, ``lane`` (model) which line, ``world_size`` which column; ``shared`` is what all cells of the figure
-        have in common in words; ``answers`` is a list of `FitAnswer`, from what is most real to what nothing ran for.
+        have in common in words; ``links`` are the anchors of its runs; ``answers`` is a list
+        of `FitAnswer`, from what is most real to what nothing ran for.
         Blocks are ordered from replicated to sharded, lines by the number of parameters.
     """
     rows = table[find_frontier_rows(table)]
@@ -128,7 +130,7 @@ def build_frontier_cells(table: pd.DataFrame) -> pd.DataFrame:
         "parameters",
         "precision",
     )
-    needed_columns = ("fit_question", "evidence", *name_columns, *FIT_COLUMNS)
+    needed_columns = ("fit_question", "evidence", "link", *name_columns, *FIT_COLUMNS)
     all_cells = [_build_cell(group) for group in group_rows(_add_identity(rows), ("_cell",), needed_columns)]
     cells_by_figure: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for cell in all_cells:
@@ -165,6 +167,7 @@ def _build_cell(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "model": first_row["model"],
         "parameters": int(parameters[0]) if parameters else 0,
         "batches": {row[BATCH_FIELD] for row in rows},
+        "links": tuple(row["link"] for row in rows),
         "answers": [
             build_fit_answer(evidence, [row for row in rows if row["evidence"] == evidence])
             for evidence in sort_evidence({row["evidence"] for row in rows})

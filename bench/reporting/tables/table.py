@@ -9,15 +9,18 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import pandas as pd
+import yaml
 
 from bench.config.flop_conventions import ConvertedSpeeds, convert_speeds
 from bench.core import presentation
+from bench.core.option_files import CONF_FOLDER
 from bench.records import Record, matching, to_frame
 
 CELL_COLUMNS = [
@@ -256,8 +259,9 @@ def _build_variant_suffixes(frame: pd.DataFrame, records: Sequence[Record]) -> l
     """Per row, what else must be said so that two different configurations never carry one name.
 
     A strategy's own knob (bucket size, prefetch, ...) is named where one variant was run with several values of it
-    on one model; anything else in the configuration, and after it the versions and the commit, where the rows would
-    still be taken for repeats with what is named already.
+    on one model, unless it is at the default of its option's file; anything else
+    in the configuration, and after it the versions and the commit, where the rows would still be taken for repeats with
+    what is named already.
     """
     knobs = pd.DataFrame([_flatten_config(record) for record in records], index=frame.index, dtype=object)
     strategy_knobs = [knob for knob in knobs.columns if knob.startswith("strategy.")]
@@ -273,11 +277,40 @@ def _build_variant_suffixes(frame: pd.DataFrame, records: Sequence[Record]) -> l
         is_different = knobs[knob].groupby(group_keys, dropna=False).transform("nunique") > 1
         row_names = list(zip(frame["place"], frame["variant"], earlier_suffixes, strict=True))
         differing_names = set(itertools.compress(row_names, is_different))
+        default_values = _list_default_values(records, knob, row_names) if knob in strategy_knobs else {}
         suffixes = suffixes + [
-            f" · {knob.rpartition('.')[2]}={value[:16]}" if name in differing_names and isinstance(value, str) else ""
+            f" · {knob.rpartition('.')[2]}={value[:16]}"
+            if name in differing_names and isinstance(value, str) and default_values.get(name) != {value}
+            else ""
             for name, value in zip(row_names, knobs[knob], strict=True)
         ]
     return list(suffixes)
+
+
+def _list_default_values(records: Sequence[Record], knob: str, row_names: Sequence[Any]) -> dict[Any, set[str]]:
+    """By name, the values that a strategy's knob has in rows that left it as its option's file says."""
+    knob_name = knob.rpartition(".")[2]
+    default_values: dict[Any, set[str]] = {}
+    for record, row_name in zip(records, row_names, strict=True):
+        section = (record.get("config") or {}).get("strategy") or {}
+        default = _load_strategy_option(str(section.get("name"))).get(knob_name, MISSING_DEFAULT)
+        requested = (record.get("requested") or {}).get(knob_name, section.get(knob_name))
+        if default in (section.get(knob_name), requested):
+            value = section.get(knob_name)
+            default_values.setdefault(row_name, set()).add(value if isinstance(value, str) else json.dumps(value))
+    return default_values
+
+
+MISSING_DEFAULT = object()
+"""Equal to no value: of a knob that no file has."""
+
+
+@functools.cache
+def _load_strategy_option(name: str) -> dict[str, Any]:
+    """What the option file of a strategy says; empty where there is none of this name."""
+    file = CONF_FOLDER / "strategy" / f"{name}.yaml"
+    is_name = re.fullmatch(r"[\w.-]{1,100}", name) is not None  # a row may say anything
+    return (yaml.safe_load(file.read_text(encoding="utf-8")) or {}) if is_name and file.is_file() else {}
 
 
 def _flatten_config(record: Record) -> dict[str, str]:

@@ -20,15 +20,7 @@ from bench.core.precision import PARAMETER_MIXING, Precision
 from bench.core.presentation import Presentation, TrainingOption, TrainingTerm
 from bench.core.typed_config import OneOf, Within
 from bench.optimizers.updated_tensor import FLAT_TENSORS, WHOLE_TENSORS
-from bench.strategies.base import (
-    BuildOptimizer,
-    StepSettings,
-    Strategy,
-    WrapContext,
-    require_packed_bits,
-    require_sharding_factor,
-    require_stored_reduce_dtype,
-)
+from bench.strategies.base import BuildOptimizer, StepSettings, Strategy, WrapContext
 from bench.strategies.deepspeed.offload import (
     DeepSpeedOffloadBf16Stage1Plan,
     DeepSpeedOffloadStage1And2Plan,
@@ -40,6 +32,7 @@ from bench.strategies.deepspeed.stages_0_to_2 import (
     DeepSpeedStage0Plan,
     DeepSpeedStage1And2Plan,
 )
+from bench.strategies.requirements import require_packed_bits, require_sharding_factor, require_stored_reduce_dtype
 from bench.strategies.step_plan import PlanInputs, StepPlan
 from bench.strategies.stepper import Stepper
 
@@ -65,11 +58,12 @@ class DeepSpeedStrategy(Strategy):
         position=60,
         kinds={
             "stage_0": ("stage 0", "#9a5b2e"),
-            "stage_1": ("stage 1", "#b0a000"),
+            "stage_1": ("stage 1", "#a29300"),
             "stage_2": ("stage 2", "#4b8f6b"),
-            "stage_3": ("stage 3", "#3b4fa8"),
+            "stage_3": ("stage 3", "#4b60c0"),
         },
         mixed_precision={"deepspeed bf16": "parameters"},
+        markers={"stage_0": "*", "stage_1": "P", "stage_2": "v", "stage_3": "d"},
     )
     training_terms = (
         TrainingTerm(

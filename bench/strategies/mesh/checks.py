@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 from bench.core.errors import ImpossibleError, invalid_value_error
 from bench.core.precision import Precision
 from bench.models import Family
-from bench.strategies.base import StepSettings, list_divisors, require_stored_reduce_dtype
+from bench.strategies.base import StepSettings
 from bench.strategies.mesh.context import ALL_TO_ALL
 from bench.strategies.mesh.layout import CONTEXT, EXPERT, PIPELINE, SHARDS, TENSOR
 from bench.strategies.pipeline.schedule import SPLIT_BACKWARD_SCHEDULES
 from bench.strategies.pipeline.schedule_checks import check_schedule
+from bench.strategies.requirements import list_divisors, require_stored_reduce_dtype
 
 if TYPE_CHECKING:
     from bench.strategies.mesh.strategy import MeshStrategy
@@ -33,6 +34,15 @@ def check_knobs(strategy: MeshStrategy) -> None:
             f"strategy.data=zero1 is not valid with strategy.expert={strategy.expert}, since torch's "
             "ZeroRedundancyOptimizer divides states among the ranks of one process group, and experts have another one "
             "than the rest: choose strategy.data=fsdp or ddp."
+        )
+    ranks_per_copy = layout.get_degree(TENSOR, PIPELINE, CONTEXT)
+    if ranks_per_copy % strategy.num_ranks_per_batch:
+        raise invalid_value_error(
+            "strategy.ranks_per_batch",
+            strategy.ranks_per_batch,
+            f"a divisor of the {ranks_per_copy} ranks of tensor x pipeline x context, which share their sequences: "
+            f"{', '.join(map(str, list_divisors(ranks_per_copy)))}",
+            ImpossibleError,
         )
     timetable = strategy.timetable
     if timetable is not None:
@@ -160,13 +170,15 @@ def _check_stages(strategy: MeshStrategy, family: Family, batch_size_per_gpu: in
             f"model={family.name}, which has {family.num_blocks} blocks: choose strategy.pipeline and "
             f"strategy.virtual_stages whose product is at most {family.num_blocks}."
         )
-    sequences = batch_size_per_gpu * strategy.layout.get_degree(TENSOR, PIPELINE, CONTEXT)
+    sharing = strategy.layout.get_degree(TENSOR, PIPELINE, CONTEXT) // strategy.num_ranks_per_batch
+    noun = "ranks" if strategy.num_ranks_per_batch == 1 else f"groups of {strategy.num_ranks_per_batch} ranks"
+    sequences = batch_size_per_gpu * sharing
     if sequences % timetable.micro_batches:
         raise invalid_value_error(
             "strategy.micro_batches",
             timetable.micro_batches,
             f"a divisor of the {sequences} sequences that one pipeline reads (batch_size_per_gpu={batch_size_per_gpu} "
-            f"on each of {sequences // batch_size_per_gpu} ranks): {', '.join(map(str, list_divisors(sequences)))}",
+            f"on each of {sharing} {noun}): {', '.join(map(str, list_divisors(sequences)))}",
             ImpossibleError,
         )
 
@@ -176,9 +188,8 @@ def find_batch_size_multiple(strategy: MeshStrategy) -> int:
     timetable = strategy.timetable
     if timetable is None:
         return 1
-    return timetable.micro_batches // math.gcd(
-        timetable.micro_batches, strategy.layout.get_degree(TENSOR, PIPELINE, CONTEXT)
-    )
+    sharing = strategy.layout.get_degree(TENSOR, PIPELINE, CONTEXT) // strategy.num_ranks_per_batch
+    return timetable.micro_batches // math.gcd(timetable.micro_batches, sharing)
 
 
 def check_device(strategy: MeshStrategy, device: str) -> None:

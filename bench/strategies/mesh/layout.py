@@ -10,8 +10,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from bench.core.errors import ImpossibleError, invalid_value_error
-from bench.strategies.base import list_divisors
 from bench.strategies.pipeline.schedule import Timetable
+from bench.strategies.requirements import list_divisors
 
 PIPELINE, REPLICAS, SHARDS, EXPERT, CONTEXT, TENSOR = (
     "pipeline",

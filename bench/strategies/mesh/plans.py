@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from bench.core.errors import ImpossibleError
 from bench.optimizers import UpdatedTensor
 from bench.strategies.ddp import DDPPlan, DDPStrategy
-from bench.strategies.fsdp import FSDP2Strategy
+from bench.strategies.fsdp.strategy import FSDP2Strategy
 from bench.strategies.mesh.layout import (
     CONTEXT,
     EXPERT,

@@ -20,7 +20,7 @@ from bench.core.presentation import Presentation, TrainingTerm
 from bench.core.typed_config import OneOf, Within
 from bench.models import Family
 from bench.optimizers.updated_tensor import DIVIDED_DTENSORS, DTENSORS, PARTS, WHOLE_TENSORS
-from bench.strategies.base import BuildOptimizer, StepSettings, Strategy, WrapContext, require_sharding_factor
+from bench.strategies.base import BuildOptimizer, StepSettings, Strategy, WrapContext
 from bench.strategies.ddp import DDP_FIRST_STEADY_STEP
 from bench.strategies.global_norm import clip_by_global_norm, count_parts
 from bench.strategies.gradient_sync import control_data_parallel_sync
@@ -64,6 +64,7 @@ from bench.strategies.pipeline.model import PipelinedModel
 from bench.strategies.pipeline.schedule import ALL_SCHEDULES, DUAL_PIPE_V, Timetable
 from bench.strategies.pipeline.schedule_checks import choose_virtual_stages
 from bench.strategies.pipeline.step_plans import StagePlan, StageUnits
+from bench.strategies.requirements import require_sharding_factor
 from bench.strategies.step_plan import PIPELINE_GROUP, GroupDim, PlanInputs, StepPlan
 from bench.strategies.stepper import Stepper
 from bench.strategies.tensor_parallel.split import TensorParallelSplit, list_local_parameters
@@ -83,7 +84,7 @@ class MeshStrategy(Strategy):
     together; experts over shards and context alone, each expert-parallel rank having others.
     """
 
-    presentation = Presentation(label="Mesh", position=120, colour="#4b4b8f")
+    presentation = Presentation(label="Mesh", position=120, colour="#5f5fab", markers={"": "h"})
     training_terms = (
         TrainingTerm(
             "3D parallelism, expert and context parallelism",
@@ -133,6 +134,9 @@ class MeshStrategy(Strategy):
     """With tensor: compute the loss on logits that are divided over the vocabulary; else they are gathered."""
     async_tensor_parallel: bool
     """With tensor and compile=true, on GPUs: the compiler overlaps gathers and products by symmetric memory."""
+    ranks_per_batch: Annotated[int | None, DEGREE_RANGE]
+    """Ranks that read `batch_size_per_gpu` sequences together, a divisor of tensor x pipeline x context, whose ranks
+    share theirs: 8 is an eighth of a sequence per GPU at batch 1. null: 1."""
 
     single_mixing_reason = "which does it as its data parallelism does"
 
@@ -165,6 +169,7 @@ class MeshStrategy(Strategy):
             context_form=self.context_form if degrees[CONTEXT] > 1 else "none",
             sequence_parallel=self.sequence_parallel and has_tensor,
             loss_parallel=self.loss_parallel and has_tensor,
+            ranks_per_batch=self.num_ranks_per_batch,
             **degrees,  # type: ignore[arg-type]
         )
         return super(MeshStrategy, strategy).resolve(world_size, ranks_per_node, accumulates=accumulates)
@@ -173,6 +178,10 @@ class MeshStrategy(Strategy):
     def layout(self) -> MeshLayout:
         """Of the resolved strategy."""
         return MeshLayout(tuple((name, getattr(self, name)) for name in parse_order(self.order)))
+
+    @property
+    def num_ranks_per_batch(self) -> int:
+        return self.ranks_per_batch or 1
 
     @property
     def timetable(self) -> Timetable | None:

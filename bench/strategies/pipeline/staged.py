@@ -17,15 +17,7 @@ from bench.core.precision import AUTOCAST_MIXING, PARAMETER_MIXING, Precision
 from bench.core.typed_config import OneOf
 from bench.models import Family
 from bench.optimizers.updated_tensor import DTENSORS, WHOLE_TENSORS
-from bench.strategies.base import (
-    StepSettings,
-    Strategy,
-    WrapContext,
-    list_divisors,
-    parse_rank_count,
-    require_sharding_factor,
-    require_stored_reduce_dtype,
-)
+from bench.strategies.base import StepSettings, Strategy, WrapContext
 from bench.strategies.ddp import DDP_FIRST_STEADY_STEP
 from bench.strategies.pipeline.model import PipelinedModel, PipelineStepper, build_pipelined_model
 from bench.strategies.pipeline.schedule import Timetable
@@ -35,6 +27,12 @@ from bench.strategies.pipeline.step_plans import (
     SingleCopyStagePlan,
     StagePlan,
     StageUnits,
+)
+from bench.strategies.requirements import (
+    list_divisors,
+    parse_rank_count,
+    require_sharding_factor,
+    require_stored_reduce_dtype,
 )
 from bench.strategies.step_plan import DATA_GROUP, PIPELINE_GROUP, GroupDim, PlanInputs
 from bench.strategies.stepper import Stepper

@@ -24,18 +24,12 @@ from bench.core.typed_config import OneOf
 from bench.models import Family
 from bench.models.base import list_dividing_families
 from bench.optimizers.updated_tensor import DIVIDED_DTENSORS, PARTS
-from bench.strategies.base import (
-    BuildOptimizer,
-    StepSettings,
-    Strategy,
-    WrapContext,
-    parse_rank_count,
-    require_stored_reduce_dtype,
-)
+from bench.strategies.base import BuildOptimizer, StepSettings, Strategy, WrapContext
 from bench.strategies.ddp import BUCKET_MB_RANGE, DDPStrategy
-from bench.strategies.fsdp import FSDP2Strategy
+from bench.strategies.fsdp.strategy import FSDP2Strategy
 from bench.strategies.global_norm import clip_by_global_norm, count_parts
 from bench.strategies.gradient_sync import control_data_parallel_sync
+from bench.strategies.requirements import parse_rank_count, require_stored_reduce_dtype
 from bench.strategies.step_plan import PlanInputs, ReplicatedPlan, StepPlan
 from bench.strategies.tensor_parallel.split import TensorParallelSplit, list_local_parameters, localize_parameters
 
@@ -53,7 +47,7 @@ class TensorParallelStrategy(Strategy):
     its part of the logits, and the loss is computed without ever putting them together.
     """
 
-    presentation = Presentation(label="Tensor parallel", position=90, colour="#7f4fc9")
+    presentation = Presentation(label="Tensor parallel", position=90, colour="#7f4fc9", markers={"": "*"})
     training_terms = (
         TrainingTerm(
             "tensor parallelism",

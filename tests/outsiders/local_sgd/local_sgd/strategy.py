@@ -18,8 +18,9 @@ from bench.core.precision import Precision
 from bench.core.presentation import Presentation, TrainingOption, TrainingTerm
 from bench.core.typed_config import Within
 from bench.strategies import Strategy, WrapContext
-from bench.strategies.base import BuildOptimizer, require_stored_reduce_dtype
+from bench.strategies.base import BuildOptimizer
 from bench.strategies.ddp import BucketingStrategy, DDPPlan
+from bench.strategies.requirements import require_stored_reduce_dtype
 from bench.strategies.step_plan import (
     PARAMETER_MEMORY,
     REDUCE_STREAM,

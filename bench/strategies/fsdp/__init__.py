@@ -1,0 +1,1 @@
+"""FSDP2: its strategy, and what it stores and sends."""

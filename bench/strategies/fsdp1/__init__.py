@@ -1,0 +1,1 @@
+"""FSDP1: its strategy, and what it stores and sends."""

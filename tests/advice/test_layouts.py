@@ -1,0 +1,283 @@
+"""Layouts: which there are, bounds that hold against the predictor, a search that loses none of the best."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from bench import predict
+from bench.advice.layouts.bounds import LayoutBounder, list_held
+from bench.advice.layouts.comparison import plan_layouts
+from bench.advice.layouts.layouts import Layout, LayoutQuestion, list_layouts
+from bench.advice.layouts.search import KEPT_SLOWDOWN, LayoutPredictor, LayoutSearch, search_layouts
+from bench.config.compose import compose_config
+from bench.config.run_config import build_run_config
+from bench.core.errors import UsageError
+from tests.conftest import SMALL_GPT, SMALL_LLAMA, SMALL_MOE, SMALL_T5, compose_run_config
+
+
+def ask(*arguments: str, modes: str = "none,full", choice: str = "all") -> LayoutQuestion:
+    """The question that settings make, as the answer plans it."""
+    settings = dict(argument.split("=", 1) for argument in arguments)
+    question = plan_layouts(settings, {"activation_checkpointing": modes.split(",")}, choice)
+    assert question is not None
+    return question
+
+
+LONG_LLAMA = ("model=llama3_8b", "model.block_size=32768", "sequence_length=32768")
+
+SMALL_QUESTION = (*SMALL_GPT, "hardware=h100_80gb", "gpus=8", "global_batch=16", "sequence_length=64")
+
+
+# Which there are
+
+
+def test_every_layout_takes_the_whole_global_batch_on_all_gpus() -> None:
+    layouts = list(list_layouts(ask(*SMALL_QUESTION)))
+    assert len(layouts) == len(set(layouts)) > 50
+    for layout in layouts:
+        assert layout.copies * layout.tensor * layout.pipeline * layout.context == 8
+        assert layout.copies * layout.micro_batch * layout.micro_batches == 16
+        assert layout.tensor * layout.pipeline * layout.context * layout.expert > 1
+
+
+def test_a_layout_is_typed_as_it_is_predicted() -> None:
+    question = ask(*SMALL_QUESTION)
+    predictor = LayoutPredictor(question)
+    for layout in list(list_layouts(question))[::9]:
+        settings = {**question.settings, **layout.list_settings(), "mode": "predict"}
+        typed = build_run_config(compose_config(settings))
+        assert typed.run_id == predictor.build_config(layout).run_id
+        assert typed.tokens_per_step == 16 * 64
+        assert typed.sequences_per_rank // (typed.strategy.micro_batches or 1) == layout.micro_batch  # type: ignore[attr-defined]
+
+
+def test_experts_are_spread_and_long_sequences_divided() -> None:
+    experts = {layout.expert for layout in list_layouts(ask(*SMALL_MOE, *SMALL_QUESTION[4:]))}
+    assert experts == {1, 2, 4, 8}
+    long_question = ask(*LONG_LLAMA, "hardware=h100_80gb", "gpus=8", "global_batch=8")
+    assert {layout.context for layout in list_layouts(long_question)} == {1, 2, 4}
+    assert {layout.context for layout in list_layouts(ask(*SMALL_QUESTION))} == {1}
+
+
+def test_ranks_that_share_sequences_may_have_less_than_one_each() -> None:
+    shared = ("model=gpt_tiny", "gpus=8", "strategy=mesh", "strategy.tensor=4", "strategy.ranks_per_batch=4")
+    config = compose_run_config(*shared, "batch_size_per_gpu=1")
+    assert config.sequences_per_rank == 1
+    assert config.sequences_per_gpu == 0.25
+    assert config.tokens_per_step == 2 * config.sequence_length
+    whole = compose_run_config(*shared[:-1], "batch_size_per_gpu=1")
+    assert whole.sequences_per_rank == 4
+    same = compose_run_config(*shared[:-1], "strategy.ranks_per_batch=1", "batch_size_per_gpu=1")
+    assert same.run_id == whole.run_id != config.run_id
+    with pytest.raises(UsageError, match=r"strategy.ranks_per_batch=3 is not valid.*1, 2, 4"):
+        compose_run_config(*shared[:-1], "strategy.ranks_per_batch=3")
+
+
+# When they are searched
+
+
+@pytest.mark.parametrize(
+    ("settings", "knobs", "is_searched"),
+    [
+        ({"model": "gpt_1b3", "gpus": "8"}, {}, False),
+        ({"model": "gpt_1b3", "gpus": "128"}, {}, True),
+        ({"model": "gpt_1b3", "gpus": "128"}, {"strategy": ["fsdp"]}, False),
+        ({"model": "gpt_1b3", "gpus": "128"}, {"batch_size_per_gpu": ["1"]}, False),
+        ({"model": "gpt_30b", "gpus": "8"}, {}, True),
+        ({"model": "gpt_1b3", "gpus": "8", "global_batch": "4"}, {}, True),
+        ({"model": "gpt_1b3", "gpus": "128", "hardware": "cpu"}, {}, False),
+    ],
+)
+def test_layouts_are_searched_where_they_may_matter(
+    settings: dict[str, str], knobs: dict[str, list[str]], *, is_searched: bool
+) -> None:
+    settings = {"hardware": "h100_80gb", **settings}
+    assert (plan_layouts(settings, knobs, "auto") is not None) == is_searched
+    assert plan_layouts(settings, knobs, "none") is None
+
+
+def test_without_a_global_batch_four_million_tokens_are_taken() -> None:
+    question = ask("model=gpt_1b3", "gpus=128", "hardware=h100_80gb", "sequence_length=2048")
+    assert question.global_sequences == 2048
+    odd = ask("model=gpt_1b3", "gpus=96", "hardware=h100_80gb", "sequence_length=2048")
+    assert odd.global_sequences == 21 * 96
+
+
+def test_what_cannot_be_searched_is_refused() -> None:
+    settings = {"model": "gpt_1b3", "gpus": "8", "hardware": "h100_80gb"}
+    with pytest.raises(UsageError, match=r"layouts=all is not valid with strategy=ddp"):
+        plan_layouts(settings, {"strategy": ["ddp"]}, "all")
+    with pytest.raises(UsageError, match=r"layouts=all is not valid with hardware=cpu"):
+        plan_layouts({**settings, "hardware": "cpu"}, {}, "all")
+
+
+# Bounds and the search
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ranks", "virtual_stages", "first_passes", "first_received", "last_sent"),
+    [
+        ("1f1b", 4, 1, 4, 16, 0),
+        ("interleaved_1f1b", 2, 2, 5, 3 * 16, 3 * 16),
+        ("zbv_zero_bubble", 2, 2, 4, 2 * 16, 4 * 16),
+    ],
+)
+def test_what_ranks_of_a_pipeline_hold(
+    schedule: str, ranks: int, virtual_stages: int, first_passes: int, first_received: int, last_sent: int
+) -> None:
+    held = list_held(schedule, ranks, virtual_stages, 16)
+    assert (held[0].passes.max(), held[0].received, held[-1].sent[-1]) == (first_passes, first_received, last_sent)
+    assert all(rank.passes[-1] == 0 for rank in held)
+
+
+TWENTY_QUESTIONS = {
+    "GPT, one node": (*SMALL_GPT, "gpus=8", "hardware=h100_80gb", "global_batch=16", "sequence_length=64"),
+    "GPT, four nodes": (*SMALL_GPT, "gpus=32", "hardware=a100_80gb", "global_batch=64", "sequence_length=64"),
+    "GPT, fewer sequences than GPUs": (
+        *SMALL_GPT,
+        "gpus=32",
+        "hardware=h100_80gb",
+        "global_batch=8",
+        "sequence_length=64",
+    ),
+    "GPT, slow network": (
+        *SMALL_GPT,
+        "gpus=16",
+        "hardware=a100_40gb",
+        "network=nvlink3+ethernet_100",
+        "global_batch=32",
+        "sequence_length=64",
+    ),
+    "GPT without NVLink": (*SMALL_GPT, "gpus=8", "hardware=rtx_4090", "global_batch=16", "sequence_length=64"),
+    "GPT 1.3B": ("model=gpt_1b3", "gpus=8", "hardware=a100_40gb", "global_batch=16", "sequence_length=1024"),
+    "GPT 6.7B": ("model=gpt_6b7", "gpus=8", "hardware=h100_80gb", "global_batch=16", "sequence_length=2048"),
+    "GPT 13B": ("model=gpt_13b", "gpus=16", "hardware=a100_80gb", "global_batch=16", "sequence_length=2048"),
+    "GPT 30B": ("model=gpt_30b", "gpus=16", "hardware=h200", "global_batch=16", "sequence_length=2048"),
+    "Llama, one node": (*SMALL_LLAMA, "gpus=8", "hardware=h100_80gb", "global_batch=16", "sequence_length=64"),
+    "Llama, three nodes": (*SMALL_LLAMA, "gpus=24", "hardware=l40s", "global_batch=24", "sequence_length=64"),
+    "Llama 3.2 1B": ("model=llama3_2_1b", "gpus=4", "hardware=rtx_4090", "global_batch=8", "sequence_length=2048"),
+    "Llama 3 8B": ("model=llama3_8b", "gpus=8", "hardware=h100_80gb", "global_batch=8", "sequence_length=8192"),
+    "Llama 3 8B, long": (*LONG_LLAMA, "gpus=8", "hardware=h100_80gb", "global_batch=4"),
+    "Llama 3 70B": ("model=llama3_70b", "gpus=64", "hardware=h100_80gb", "global_batch=64", "sequence_length=8192"),
+    "mixture, one node": (*SMALL_MOE, "gpus=8", "hardware=h100_80gb", "global_batch=16", "sequence_length=64"),
+    "mixture, two nodes": (*SMALL_MOE, "gpus=16", "hardware=a100_80gb", "global_batch=16", "sequence_length=64"),
+    "T5": (*SMALL_T5, "gpus=8", "hardware=h100_80gb", "global_batch=16", "sequence_length=64"),
+    "T5, two nodes": (*SMALL_T5, "gpus=16", "hardware=v100_32gb", "global_batch=16", "sequence_length=64"),
+    "T5 2B": ("model=t5_2b", "gpus=8", "hardware=a100_40gb", "global_batch=16", "sequence_length=512"),
+}
+
+
+def list_some(question: LayoutQuestion) -> list[Layout]:
+    """At most `MAX_EXHAUSTIVE` of a question's layouts, evenly."""
+    layouts = list(list_layouts(question))
+    return layouts[:: max(1, math.ceil(len(layouts) / MAX_EXHAUSTIVE))]
+
+
+MAX_EXHAUSTIVE = 40
+
+
+def compare_with_all(question: LayoutQuestion, layouts: list[Layout]) -> None:
+    """Predict all layouts: no bound is above what is predicted, and the search predicts whatever is within 1 % of the
+    best that fits."""
+    predictor, everything = LayoutPredictor(question), LayoutSearch(question)
+    results = predictor.predict(layouts, everything)
+    references = {mode: predictor.build_reference(mode) for mode in question.checkpointing_modes}
+    bounder = LayoutBounder(question, references)
+    for layout, result in zip(layouts, results, strict=True):
+        if result is not None:
+            bounds = bounder.compute(layout)
+            assert bounds.step_s <= result.step_s, layout
+            assert bounds.memory_bytes <= result.prediction.memory.allocated.value, layout
+    search = search_layouts(question, layouts=layouts)
+    predicted = {candidate.config.run_id for candidate in search.predicted}
+    assert (search.best is None) == (everything.best is None)
+    if everything.best is not None:
+        assert search.best is not None
+        assert search.best.config.run_id in {candidate.config.run_id for candidate in everything.predicted}
+        assert search.best.step_s == everything.best.step_s
+        near = [
+            candidate.config.run_id
+            for candidate in everything.predicted
+            if candidate.can_fit and candidate.step_s <= (1 + KEPT_SLOWDOWN) * everything.best.step_s
+        ]
+        assert predicted.issuperset(near)
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize("name", TWENTY_QUESTIONS)
+def test_the_search_keeps_what_is_within_a_hundredth_of_the_best_of_all(name: str) -> None:
+    question = ask(*TWENTY_QUESTIONS[name], modes="full" if "3 70B" in name or "30B" in name else "none,full")
+    compare_with_all(question, list_some(question))
+
+
+@pytest.mark.slow
+def test_a_small_search_keeps_the_best_and_leaves_out_most() -> None:
+    question = ask(*SMALL_QUESTION, modes="full")
+    layouts = list_some(question)
+    compare_with_all(question, layouts)
+    search = search_layouts(question, layouts=layouts)
+    assert search.num_layouts == len(layouts)
+    left_out = search.num_too_slow + search.num_too_large + sum(search.impossible_reasons.values())
+    assert len(search.predicted) + left_out == len(layouts)
+    assert search.num_too_slow > 0
+    fast_question = search_layouts(question, fastest_step_s=1e-9, layouts=layouts)
+    assert fast_question.predicted == []
+    assert fast_question.num_too_slow == len(layouts)
+
+
+# The answer
+
+
+ANSWERED = (*SMALL_GPT, "hardware=h100_80gb", "sequence_length=64", "activation_checkpointing=none", "precision=bf16")
+
+
+@pytest.mark.slow
+def test_the_answer_says_where_fsdp_alone_stops(capsys: pytest.CaptureFixture[str]) -> None:
+    assert predict.main([*ANSWERED, "gpus=16", "global_batch=16", "layouts=all", "format=json"]) == 0
+    (section,) = json.loads(capsys.readouterr().out)["sections"]
+    text = section["layouts"]["text"]
+    assert "FSDP alone is" in text
+    assert "layouts were predicted" in text
+    assert section["layouts"]["is_layout_best"] == (" is not the best" in text)
+    strategies = {row["strategy"] for row in section["ranked"]}
+    assert {"mesh", "fsdp"} <= strategies
+    assert {row["tokens_per_step"] for row in section["ranked"]} == {16 * 64}
+
+
+@pytest.mark.slow
+def test_fewer_sequences_than_gpus_are_for_layouts_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert predict.main([*ANSWERED, "gpus=16", "global_batch=4"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "FSDP alone is not possible, since the global batch has less than one sequence per GPU" in text
+
+
+@pytest.mark.slow
+def test_a_map_has_a_point_for_every_model_and_number_of_gpus(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    figure = tmp_path / "map.png"
+    arguments = ["map", *ANSWERED, "gpus=8,16", "global_batch=16", "format=json", f"figure={figure}"]
+    assert predict.main(arguments) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert [point["gpus"] for point in answer["points"]] == [8, 16]
+    assert all(point["alone_step_s"] is None or point["step_s"] <= point["alone_step_s"] for point in answer["points"])
+    assert any("gpus" in sentence for sentence in answer["sentences"])
+    assert figure.read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["layouts=some"], "layouts=some is not valid: choose auto, all, none."),
+        (["map", "figure=map.txt", "model=gpt_tiny", "gpus=8", "hardware=h100_80gb"], "figure=map.txt is not valid"),
+        (["map", "hardware=h100_80gb,a100_80gb", "model=gpt_tiny", "gpus=8"], "hardware=h100_80gb,a100_80gb is not"),
+    ],
+)
+def test_mistakes_are_one_sentence(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert predict.main(arguments) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
