@@ -25,7 +25,7 @@ MAX_QUESTIONS = 5000
 """Of one folder: each takes seconds, and some hundred kB."""
 
 DASH_PATHS = ("_dash-layout", "_dash-dependencies")
-"""What the page asks of its server besides its scripts."""
+"""What the page asks of its server besides its scripts: files whose names end in .json here, as the page's script knows."""
 
 ROOT_PREFIX = re.compile(r'"requests_pathname_prefix":"(?:/|\\u002f)"')
 
@@ -134,12 +134,13 @@ def _write_page(folder: Path, app: Dash) -> None:
     html_text = ROOT_PREFIX.sub('"requests_pathname_prefix":"./"', html_text)
     paths = {*SCRIPT_PATH.findall(html_text), *_list_lazy_scripts(app)}
     for path in (*paths, *DASH_PATHS):
-        file = folder / path
+        file = folder / (f"{path}.json" if path in DASH_PATHS else path)
         file.parent.mkdir(parents=True, exist_ok=True)
         with client.get(f"/{path}") as response:
             if response.status_code != 200:
                 raise RuntimeError(f"Dash does not serve {path}: {response.status}")
             file.write_bytes(response.get_data())
+    (folder / ".nojekyll").touch()  # else GitHub Pages leaves out what begins with an underscore
     (folder / "index.html").write_text(re.sub(r'(src|href)="/(?=[_a])', r'\1="', html_text), encoding="utf-8")
 
 

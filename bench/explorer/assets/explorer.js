@@ -3,7 +3,14 @@
 (function () {
   const form = () => document.getElementById("controls");
   const further = "further";
+  // A plain web server knows the type of a file by its name, and Dash reads nothing but JSON.
+  const dash_question = /\/_dash-(layout|dependencies)$/;
   const quote = (text) => (/^[\w.,:\/+=\[\]-]*$/.test(text) ? text : "'" + text.replaceAll("'", "'\\''") + "'");
+
+  function read_dash_files() {
+    const fetch_as_it_was = window.fetch.bind(window);
+    window.fetch = (url, options) => fetch_as_it_was(dash_question.test(url) ? url + ".json" : url, options);
+  }
 
   function query_of_form() {
     const query = new URLSearchParams();
@@ -107,6 +114,7 @@
     else window.setTimeout(when_ready, 30);
   }
   window.addEventListener("load", when_ready);
+  if (document.body.hasAttribute("data-static")) read_dash_files();
 
   window.dash_clientside = Object.assign({}, window.dash_clientside, {
     explorer: {
