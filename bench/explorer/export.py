@@ -25,7 +25,7 @@ MAX_QUESTIONS = 5000
 """Of one folder: each takes seconds, and some hundred kB."""
 
 DASH_PATHS = ("_dash-layout", "_dash-dependencies")
-"""What the page asks of its server besides its scripts: files whose names end in .json here, as the page's script knows."""
+"""What the page asks of its server besides its scripts; the exported page's script adds .json to them."""
 
 ROOT_PREFIX = re.compile(r'"requests_pathname_prefix":"(?:/|\\u002f)"')
 
