@@ -223,7 +223,7 @@ def test_the_ranking_is_that_of_predict(name, best, capsys):
     """Where nothing plain fits, too."""
     arguments = DECISION_PATHS[name][0]
     advice_case = read_case(capsys, *MODEL_OVERRIDES, *arguments)
-    predict.main([*MODEL_OVERRIDES, *arguments, "format=json"])
+    predict.main([*MODEL_OVERRIDES, *arguments, "layouts=none", "format=json"])
     (section,) = json.loads(capsys.readouterr().out)["sections"]
     ours, theirs = (
         {**row, "overrides": sorted(row["overrides"])} for row in (advice_case["ranking"]["best"], section["ranked"][0])
@@ -519,7 +519,7 @@ BAD_ARGUMENTS = {
 
 @pytest.mark.parametrize("typed", BAD_ARGUMENTS)
 def test_a_mistake_earns_one_sentence(typed, capsys):
-    code, out, err = run_advise(capsys, typed)
+    code, out, err = run_advise(capsys, "model=gpt_tiny", typed)
     assert (code, out) == (2, ""), err
     assert len(err.splitlines()) == 1, err
     for part in BAD_ARGUMENTS[typed]:

@@ -268,7 +268,7 @@ def test_a_long_list_is_cut_and_so_is_a_title():
         (["project=ours"], ("project ", "tracker.project")),
         (["tracker.project=a/b"], ("tracker.project=a/b", "128 characters")),
         (["tracker.mode=onlin"], ("tracker.mode=onlin", "auto, online, offline")),
-        (["tracker=none"], ("tracker=none", "choose wandb")),
+        (["tracker=none"], ("tracker=none", "choose mlflow, wandb")),
         (["workspace"], ("workspace ", "key=value")),
         (["alert"], ("alert BASE CANDIDATE",)),
         (["alert", "results/measured"], ("alert BASE CANDIDATE",)),

@@ -16,7 +16,7 @@ from bench.explorer.state import ExplorerState, read_model_file
 from bench.explorer.step_timeline import simulate_timeline
 from bench.explorer.variations import answer_frontier, answer_neighbours
 from bench.explorer.worker import ANSWER, Refusal, compute_part
-from tests.conftest import ROOT
+from tests.conftest import ROOT, needs
 
 pytestmark = pytest.mark.slow
 
@@ -146,7 +146,9 @@ SHORT_ON_A100 = "hardware=a100_80gb&model=gpt_125m&sequence_length=1024"
 
 REFUSED_QUESTIONS = (
     ("Can I use 9 GPUs of machines with 8?", "gpus=9&model=gpt_125m", "gpus", "choose a multiple of gpus_per_node=8"),
-    ("FP8 on an A100?", f"precision=fp8&{SHORT_ON_A100}", "precision", "no peak for fp8"),
+    pytest.param(
+        *("FP8 on an A100?", f"precision=fp8&{SHORT_ON_A100}", "precision", "no peak for fp8"), marks=needs("torchao")
+    ),
     ("A model I misspell", "model=lama3_8b", "model", "model=lama3_8b is not valid"),
     ("A price for other GPUs", f"price=aws_p5&{SHORT_ON_A100}", "price", "for hardware=a100_80gb"),
     ("Half a GPU", "gpus=0.5&model=gpt_125m", "gpus", "gpus=0.5 is not valid: choose a whole number"),

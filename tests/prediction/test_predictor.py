@@ -65,7 +65,7 @@ def empty_cache(tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv(cache.CACHE_DIR_VARIABLE, str(tmp_path / "cache"))
     monkeypatch.setattr(trace_cache, "_loaded_traces", {})
     trace_cache.load_scaled_trace.cache_clear()
-    predictor._build_segments.cache_clear()
+    predictor.build_segments.cache_clear()
     return tmp_path / "cache"
 
 

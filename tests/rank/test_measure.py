@@ -316,9 +316,12 @@ def test_a_step_that_is_skipped_under_the_profiler_is_no_timed_one(
     assert samples.skipped_steps == 0
 
 
+NOT_COMPUTING_EXTRAS = ("notebooks", "dashboard", "docs", "test", "mlflow", "jupyterlab", "explore")
+
+
 def test_versions_of_every_library_that_an_extra_brings_are_on_the_row() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    computing = [extra for extra in extras if extra not in ("notebooks", "dashboard", "docs", "test")]
+    computing = [extra for extra in extras if extra not in NOT_COMPUTING_EXTRAS]
     brought = {re.split("[<>=]", package)[0] for extra in computing for package in extras[extra]}
     assert "torchao" in brought
     assert brought <= set(describe_software()["packages"])

@@ -337,8 +337,8 @@ def test_a_trackers_folder_is_the_same_wherever_a_job_runs(tmp_path, monkeypatch
 
 
 def test_a_tracker_that_is_not_there_is_named():
-    with pytest.raises(UsageError, match=r"tracker.name=mlflow is not valid: choose none, wandb"):
-        wandb_tracker(name="mlflow")
+    with pytest.raises(UsageError, match=r"tracker.name=neptune is not valid: choose mlflow, none, wandb"):
+        wandb_tracker(name="neptune")
 
 
 @pytest.mark.slow

@@ -50,9 +50,10 @@ def draw_bars(
         + compute_legend_height_in(legend_entries),
     )
     draw_header(figure, title, subtitle)
+    top = float(points["high"].max())
     all_axes = figure.subplots(len(columns), 1, sharey=True, squeeze=False)[:, 0]
     for axes, ((column,), of_column) in zip(all_axes, columns, strict=True):
-        _draw_panel(axes, comparison, pd.concat([published, of_column], ignore_index=True), marks)
+        _draw_panel(axes, comparison, pd.concat([published, of_column], ignore_index=True), marks, top)
         axes.set_title(f"{column}{describe_errors(of_column, published)}", size=8.5, weight="normal")
         axes.set_ylabel(comparison.quantities[0].bar_label)
     handles = [handle for handle, _ in legend_entries]
@@ -88,12 +89,15 @@ def format_error(share: float) -> str:
 
 
 def _draw_panel(
-    axes: Axes, comparison: PaperComparison, points: pd.DataFrame, marks: Mapping[str, style.VariantStyle]
+    axes: Axes,
+    comparison: PaperComparison,
+    points: pd.DataFrame,
+    marks: Mapping[str, style.VariantStyle],
+    top: float,
 ) -> None:
     evidence_kinds = [kind for kind in ("published", "measured", "predicted") if (points["evidence"] == kind).any()]
     published = points[points["evidence"] == "published"]
     groups = list(dict.fromkeys(points["panel"]))
-    top = float(points["high"].max())
     x, centres = 0.0, []
     for group in groups:
         of_group = points[points["panel"] == group]
