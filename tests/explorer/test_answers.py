@@ -77,7 +77,9 @@ QUESTIONS = (
         "Which strategy for GPT-125M on two GPUs?",
         "model=gpt_125m&hardware=a100_40gb&gpus=2&batch_size_per_gpu=4&sequence_length=1024",
         "fits",
-        lambda answer: answer.advice.startswith("Use DDP") and answer.best.strategy == "DDP" and answer.num_options > 5,
+        lambda answer: (
+            "a whole copy of the model fits on each GPU too, but DDP" in answer.advice and answer.num_options > 5
+        ),
     ),
     UserQuestion(
         "What do a billion tokens of it cost?",

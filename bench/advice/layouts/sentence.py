@@ -215,7 +215,7 @@ def _describe_threshold(key: str, name: str, ordered: Sequence[tuple[Mapping[str
     if not any(is_best):
         return f"{prefix}{ALONE} is the best at every {key}={','.join(values)}."
     if all(is_best):
-        return f"{prefix}{ALONE} is the best at no {key}={','.join(values)}."
+        return f"{prefix}{ALONE} is not the best at any of {key}={','.join(values)}."
     changes = [index for index, (one, other) in enumerate(itertools.pairwise(is_best), 1) if one != other]
     if len(changes) == 1 and is_best[-1]:
         return f"{prefix}from {key}={values[changes[0]]} on {ALONE} is no longer the best."
