@@ -41,12 +41,10 @@ from bench.prediction.simulation.step import (
     build_other_device_segments,
     simulate_step,
 )
+from bench.prediction.trace.chunks import SegmentAtBatch, build_chunks, find_segment_block_positions
 from bench.prediction.trace.scaled_trace import (
     ScaledTrace,
-    SegmentAtBatch,
-    build_chunks,
     compute_offloaded_bytes,
-    find_segment_block_positions,
     list_traced_batch_sizes,
     scale_kernels,
 )

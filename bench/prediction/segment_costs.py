@@ -8,7 +8,7 @@ from bench.config.run_config import RunConfig
 from bench.prediction.cost import rank_speed
 from bench.prediction.predictor import build_segments, build_trace_key
 from bench.prediction.simulation.parameter_layout import build_parameter_layout
-from bench.prediction.trace.scaled_trace import expand_to_full_depth
+from bench.prediction.trace.chunks import expand_to_full_depth
 from bench.prediction.trace.trace import LOSS_PLACE
 from bench.prediction.trace.trace_cache import HashableHardware
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from bench.prediction.simulation.simulated_rank import COMPUTE_STREAM, RankSpeed, SimulatedRank
-from bench.prediction.trace.scaled_trace import Chunk
+from bench.prediction.trace.chunks import Chunk
 from bench.strategies.step_plan import (
     ALL_GATHER_MEMORY,
     ALL_GATHER_STREAM,

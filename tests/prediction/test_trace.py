@@ -16,18 +16,16 @@ from bench.config.run_config import RunConfig, build_run_config
 from bench.models.checkpointing import find_block_period
 from bench.prediction.predictor import build_trace_key
 from bench.prediction.simulation.parameter_layout import build_parameter_layout
-from bench.prediction.trace.kernels import ATTENTION, MATMUL
-from bench.prediction.trace.op_recorder import OpRecorder, _is_causal, use_device_operators
-from bench.prediction.trace.scaled_trace import (
+from bench.prediction.trace.chunks import (
     SegmentAtBatch,
     build_chunks,
-    build_scaled_trace,
     expand_to_full_depth,
     find_segment_block_positions,
-    list_traced_batch_sizes,
     merge_chunks,
-    scale_kernels,
 )
+from bench.prediction.trace.kernels import ATTENTION, MATMUL
+from bench.prediction.trace.op_recorder import OpRecorder, _is_causal, use_device_operators
+from bench.prediction.trace.scaled_trace import build_scaled_trace, list_traced_batch_sizes, scale_kernels
 from bench.prediction.trace.trace import (
     LOSS_PLACE,
     BlockPlace,

@@ -13,7 +13,7 @@ from bench.prediction.pipeline.time import predict_pipeline_time
 from bench.prediction.prediction import Prediction
 from bench.prediction.simulation.device_memory import predict_memory
 from bench.prediction.simulation.simulated_rank import RankSpeed, SimulatedRank
-from bench.prediction.trace.scaled_trace import Chunk
+from bench.prediction.trace.chunks import Chunk
 from bench.prediction.trace.trace import TraceKey
 from bench.strategies.pipeline.schedule import (
     BACKWARD,

@@ -25,17 +25,9 @@ from bench.prediction.simulation.parameter_layout import (
     compute_order_keys,
     find_spread_experts,
 )
+from bench.prediction.trace.chunks import Chunk, SegmentAtBatch, build_chunks, expand_to_full_depth, merge_chunks
 from bench.prediction.trace.kernels import MATMUL, FloatArray
-from bench.prediction.trace.scaled_trace import (
-    Chunk,
-    ScaledSegment,
-    SegmentAtBatch,
-    build_chunks,
-    expand_to_full_depth,
-    list_traced_batch_sizes,
-    merge_chunks,
-    scale_kernels,
-)
+from bench.prediction.trace.scaled_trace import ScaledSegment, list_traced_batch_sizes, scale_kernels
 from bench.prediction.trace.stage_trace import (
     StageBlocks,
     StageTraceKey,

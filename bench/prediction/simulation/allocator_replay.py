@@ -13,7 +13,8 @@ from itertools import zip_longest
 
 from bench.models.checkpointing import BlockPositions
 from bench.prediction.simulation.caching_allocator import AllocatorFullError, Block, CachingAllocator
-from bench.prediction.trace.scaled_trace import Chunk, MemoryEvent, MemoryPiece, StorageOrigin
+from bench.prediction.trace.chunks import Chunk, MemoryEvent, MemoryPiece
+from bench.prediction.trace.scaled_trace import StorageOrigin
 from bench.prediction.trace.trace import LOSS_PLACE, BlockPlace
 from bench.strategies.step_plan import COMPUTE_STREAM
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from bench.prediction.prediction import MEMORY_PARTS, TimelineSpan
 from bench.prediction.simulation.allocator_replay import AllocatorReplay
 from bench.prediction.simulation.caching_allocator import MIN_OWN_SEGMENT_BYTES
-from bench.prediction.trace.scaled_trace import Chunk
+from bench.prediction.trace.chunks import Chunk
 from bench.prediction.trace.trace import BlockPlace
 from bench.strategies.step_plan import (
     ALL_GATHER_MEMORY,

@@ -11,7 +11,7 @@ from itertools import pairwise
 from bench.optimizers.base import UpdateCollective
 from bench.prediction.simulation.parameter_layout import ParameterLayout
 from bench.prediction.simulation.simulated_rank import ACTIVATION_MEMORY, SimulatedRank
-from bench.prediction.trace.scaled_trace import Chunk, SegmentAtBatch, expand_to_full_depth, merge_chunks
+from bench.prediction.trace.chunks import Chunk, SegmentAtBatch, expand_to_full_depth, merge_chunks
 from bench.prediction.trace.trace import END_PHASE, LOSS_PLACE
 from bench.strategies.step_plan import (
     ALL_GATHER_STREAM,
