@@ -12,7 +12,7 @@ from bench import predict
 from bench.advice.layouts.bounds import LayoutBounder, list_held
 from bench.advice.layouts.comparison import plan_layouts
 from bench.advice.layouts.layouts import Layout, LayoutQuestion, list_layouts
-from bench.advice.layouts.search import KEPT_SLOWDOWN, LayoutPredictor, LayoutSearch, search_layouts
+from bench.advice.layouts.search import LayoutPredictor, LayoutSearch, search_layouts
 from bench.config.compose import compose_config
 from bench.config.run_config import build_run_config
 from bench.core.errors import UsageError
@@ -202,7 +202,7 @@ def compare_with_all(question: LayoutQuestion, layouts: list[Layout]) -> None:
         near = [
             candidate.config.run_id
             for candidate in everything.predicted
-            if candidate.can_fit and candidate.step_s <= (1 + KEPT_SLOWDOWN) * everything.best.step_s
+            if candidate.can_fit and candidate.step_s <= 1.01 * everything.best.step_s
         ]
         assert predicted.issuperset(near)
 
