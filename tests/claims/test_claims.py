@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 
 import pytest
 
+from bench.claims import large_runs
 from bench.claims.__main__ import main
 from bench.claims.claim import (
     CANNOT_TELL,
@@ -24,9 +26,11 @@ from bench.claims.claim import (
 )
 from bench.claims.page import CLAIM_GROUPS, assess_all, list_claims, render_claims, render_summary, render_terminal
 from bench.claims.tree_leaves import LEAF_CASES, TREE_LEAVES
+from bench.hardware.sustained_clocks import TRAINING_SHARE
 from bench.prediction.prediction import DOES_NOT_FIT, FITS
 from bench.records import Record
 from bench.records.schema import EVIDENCE_KINDS
+from tests.conftest import ROOT, compose_run_config
 
 CLAIMS = {claim.key: claim for claim in list_claims()}
 
@@ -315,3 +319,16 @@ def test_a_query_takes_nested_values_and_several() -> None:
     rows = [{"a": {"b": 1}, "c": "x"}, {"a": {"b": 2}, "c": "y"}, {"c": "x"}]
     assert select_rows(rows, {"a.b": (1, 2), "c": "y"}) == rows[1:2]
     assert RowQuery("store", {"a.b": 1}).describe() == "store: a.b=1"
+
+
+def test_the_papers_points_are_predicted_with_the_constant_of_the_accuracy_page() -> None:
+    """The training share that is chosen there without the paper's rows, of the A100's own share."""
+    page = (ROOT / "results" / "predicted" / "ACCURACY.md").read_text(encoding="utf-8")
+    chosen = re.search(r"\| fsdp_paper \|.*\| training share=([\d.]+) \|", page)
+    assert chosen is not None
+    speeds = compose_run_config("hardware=a100_80gb").hardware.speeds
+    assert speeds is not None
+    assert speeds.matmul is not None
+    share = speeds.matmul.sustained_share["bf16"]
+    (left_out,) = large_runs.LEFT_OUT.values()
+    assert left_out == pytest.approx(share * float(chosen[1]) / TRAINING_SHARE, abs=1e-6)
