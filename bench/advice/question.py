@@ -145,6 +145,9 @@ def _require_model(question: AdviceQuestion, command: str) -> AdviceQuestion:
     """Raise `UsageError` where no model was given: nobody asks about the smallest one of the suite's own sweeps."""
     if "model" in question.fixed_settings or "model" in question.section_axes:
         return question
+    values = {**question.section_axes, **question.knobs}
+    given = {**question.fixed_settings, **{key: values[0] for key, values in values.items()}}
+    compose_config({key: value for key, value in given.items() if "." not in key})  # a mistyped name comes first
     raise UsageError(
         f"model is not given: choose model=NAME, one of {', '.join(list_config_groups()['model'])}, for example python "
         f"-m bench.{command} model=llama3_8b gpus=8 hardware=h100_80gb."

@@ -38,9 +38,10 @@ def suggest_nearest(value: object, choices: Iterable[object]) -> str:
         by_last_part.setdefault(text.rpartition(".")[2].casefold(), text)
         by_last_part.setdefault(text.casefold(), text)
     typed = shorten_text(str(value)).casefold()
-    nearest = difflib.get_close_matches(typed, by_last_part, n=1)
+    nearest = difflib.get_close_matches(typed, by_last_part)
     if not nearest and "." in typed:
-        nearest = difflib.get_close_matches(typed.rpartition(".")[2], by_last_part, n=1)
+        nearest = difflib.get_close_matches(typed.rpartition(".")[2], by_last_part)
+    nearest.sort(key=lambda choice: sorted(choice) != sorted(typed))  # letters in another order come first
     return f" (did you mean {by_last_part[nearest[0]]}?)" if nearest else ""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bench import __main__ as commands
-from bench import compare, predict, sweep
+from bench import advise, compare, predict, sweep
 from bench.core.errors import invalid_value_error, suggest_nearest, unknown_field_error
 
 
@@ -16,6 +16,7 @@ from bench.core.errors import invalid_value_error, suggest_nearest, unknown_fiel
         ("T5_TINY", ["t5_tiny", "t5_small"], "t5_tiny"),
         ("sharding_factor", ["model.num_layers", "strategy.sharding_factor"], "strategy.sharding_factor"),
         ("strategy.sharding_factr", ["strategy.sharding_factor", "strategy.cpu_offload"], "strategy.sharding_factor"),
+        ("modle", ["mode", "model"], "model"),
         ("xyz", ["t5_tiny", "t5_small"], None),
     ],
 )
@@ -50,6 +51,12 @@ def test_what_is_mistyped_to_a_sweep_is_suggested(typed, suggestion, tmp_path, m
     assert sweep.main([typed]) == 2
     assert f"(did you mean {suggestion}?)" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("command", [predict, advise])
+def test_a_mistyped_name_is_said_before_what_is_missing(command, capsys):
+    assert command.main(["modle=gpt_tiny", "gpus=2"]) == 2
+    assert "modle is not a field" in capsys.readouterr().err
 
 
 def test_commands_and_options_are_suggested_too(capsys):
