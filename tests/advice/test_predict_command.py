@@ -166,7 +166,16 @@ def test_json_has_the_documented_keys(small):
     assert set(small) == {"format", "tokens", "prices", "pue", "power_share", "sections", "left_out"}
     assert small["tokens"] == 1e9
     (section,) = small["sections"]
-    assert set(section) == {"question", "advice", "warnings", "ranked", "infeasible", "impossible", "rules_of_thumb"}
+    assert set(section) == {
+        "question",
+        "advice",
+        "warnings",
+        "ranked",
+        "infeasible",
+        "impossible",
+        "rules_of_thumb",
+        "layouts",
+    }
     assert section["question"]["gpus"] == 16
     assert section["question"]["parameters"] == 1_121_024
     for row in section["ranked"]:

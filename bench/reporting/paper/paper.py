@@ -66,7 +66,7 @@ TFLOPS = PlottedQuantity(
     "hardware_tflops_per_gpu",
     "hardware TFLOP/s per GPU (recomputation counted)",
     "TFLOP/s",
-    short_label="TFLOP/s per GPU",
+    short_label="TFLOP/s per GPU,\nrecomputation counted",
 )
 SAMPLE_RATE = PlottedQuantity("tokens_per_second_per_gpu", "samples per second per GPU", "samples/s")
 STEP_TIME = PlottedQuantity(
