@@ -297,8 +297,17 @@ class Family(ABC):
         )
 
     def count_divided_buffer_bytes(self, num_ranks: int) -> int:
-        """Bytes that each of so many ranks has of all buffers of a model that divides them (`communicates`)."""
-        raise NotImplementedError
+        """Bytes that each of so many ranks has of all buffers of a model that divides them (`communicates`).
+
+        Raises
+        ------
+        ImpossibleError
+            If the family does not say.
+        """
+        raise ImpossibleError(
+            f"model.family={self.family} does not say how many bytes each rank has of the buffers that it divides: "
+            "give it a `count_divided_buffer_bytes`, or choose a model that does not communicate."
+        )
 
     def find_stored_formats(self, model: nn.Module) -> dict[int, StoredFormat]:
         """The parameters that are not stored as they were drawn, by their identity."""

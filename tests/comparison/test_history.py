@@ -28,7 +28,7 @@ from bench.reporting.regressions.sections import (
 )
 from tests.records_fixture import write_store
 from tests.repeated_runs import PEAK_BYTES, draw_step_times, make_runs, move_to_gpus
-from tests.reporting.test_report_browser import ARGUMENTS, CHROMIUM
+from tests.reporting.test_report_browser import ARGUMENTS, CHROMIUM, needs_chromium
 
 
 def make_sha(number):
@@ -345,7 +345,7 @@ def test_what_can_be_found_as_curves_and_as_numbers():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")
+@needs_chromium
 def test_the_page_names_the_commit_lists_every_configuration_and_links_to_rows(stores, tmp_path):
     output = tmp_path / "out"
     assert command.main([*(str(store) for store in stores), "--output", str(output)]) == 0

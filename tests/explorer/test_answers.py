@@ -78,7 +78,10 @@ QUESTIONS = (
         "model=gpt_125m&hardware=a100_40gb&gpus=2&batch_size_per_gpu=4&sequence_length=1024",
         "fits",
         lambda answer: (
-            "a whole copy of the model fits on each GPU too, but DDP" in answer.advice and answer.num_options > 5
+            answer.advice.startswith("Use FSDP2 full shard without resharding")
+            and "a whole copy of the model fits on each GPU too, but DDP" in answer.advice
+            and answer.best.strategy == "FSDP2 full shard without resharding"
+            and answer.num_options > 5
         ),
     ),
     UserQuestion(

@@ -17,7 +17,7 @@ import pytest
 from playwright.sync_api import sync_playwright
 
 from tests.conftest import ROOT, needs
-from tests.reporting.test_report_browser import ARGUMENTS, CHROMIUM
+from tests.reporting.test_report_browser import ARGUMENTS, CHROMIUM, needs_chromium
 
 pytestmark = [pytest.mark.long, pytest.mark.slow, needs("jupyterlab")]
 
@@ -71,7 +71,7 @@ def jupyterlab(tmp_path: Path) -> Iterator[str]:
         process.wait(60)
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")
+@needs_chromium
 @pytest.mark.parametrize("name", ["your_own_rows"])
 def test_cells_run_and_draw(jupyterlab: str, name: str) -> None:
     with sync_playwright() as playwright:

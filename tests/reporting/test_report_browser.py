@@ -27,6 +27,9 @@ from tests.records_fixture import make_default_sweep, make_record, write_store
 pytestmark = pytest.mark.slow
 
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
+needs_chromium = pytest.mark.skipif(
+    CHROMIUM is None and os.environ.get("REQUIRE_BROWSER") != "1", reason="no chromium on this machine"
+)
 ARGUMENTS = [
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
     "--disable-component-update", "--disable-sync",
