@@ -132,7 +132,9 @@ def build_app(queue: AnswerQueue | None, controls: list[dict[str, Any]] | None =
         app.callback(Output("model-settings", "data"), Input("model-file", "data"), prevent_initial_call=True)(
             _read_uploaded_model
         )
-    app.clientside_callback(ClientsideFunction("explorer", "show_refusal"), Input("refusal", "data"))
+    app.clientside_callback(
+        ClientsideFunction("explorer", "show_refusal"), Input("refusal", "data"), Input("model-settings", "data")
+    )
     app.clientside_callback(ClientsideFunction("explorer", "take_model"), Input("model-settings", "data"))
     return app
 

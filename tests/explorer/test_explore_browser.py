@@ -207,8 +207,18 @@ def test_a_cell_of_the_map_a_change_and_a_dropped_file_lead_on(browser: Browser,
     expect(page.locator("section.headline")).to_contain_text(OF_THE_FILE)
     page.reload()
     expect(page.locator("section.headline")).to_contain_text(OF_THE_FILE)
+    # a refusal stays while the question before it is still being answered, and goes with the next question
+    refusal = page.locator("#error-model")
+    page.locator("#control-sequence_length").fill("192")
+    page.locator("#control-sequence_length").press("Enter")
     page.set_input_files("#model-file-input", {"name": "x.json", "mimeType": "application/json", "buffer": b"[]"})
-    expect(page.locator("#error-model")).to_contain_text("model=x.json is not valid: choose a config.json")
+    expect(refusal).to_contain_text("model=x.json is not valid: choose a config.json")
+    expect(page.locator("#command")).to_contain_text("sequence_length=192")
+    visit.wait_for_all()
+    expect(refusal).to_contain_text("model=x.json is not valid: choose a config.json")
+    page.locator("#control-sequence_length").fill("128")
+    page.locator("#control-sequence_length").press("Enter")
+    expect(refusal).to_have_text("")
     visit.check()
 
 

@@ -39,6 +39,7 @@
 
   function ask() {
     document.getElementById("copied").textContent = "";
+    window.dash_clientside.set_props("model-settings", { data: null });
     window.dash_clientside.set_props("address", { data: window.location.search || query_of_form() });
   }
 
@@ -118,7 +119,9 @@
 
   window.dash_clientside = Object.assign({}, window.dash_clientside, {
     explorer: {
-      show_refusal: function (refusal) {
+      // Of the question, or of the file dropped since it was asked.
+      show_refusal: function (refusal_of_question, model) {
+        const refusal = model?.sentence ? model : refusal_of_question;
         for (const place of document.querySelectorAll(".error")) place.textContent = "";
         for (const field of form().elements) field.removeAttribute("aria-invalid");
         if (refusal) {
@@ -129,9 +132,9 @@
         return window.dash_clientside.no_update;
       },
       take_model: function (model) {
-        if (model?.settings) go("?" + new URLSearchParams({ ...read_form_without_model(), ...model.settings }));
-        else if (model) window.dash_clientside.set_props("refusal", { data: model });
-        if (model?.settings) fill_form(window.location.search);
+        if (!model?.settings) return window.dash_clientside.no_update;
+        go("?" + new URLSearchParams({ ...read_form_without_model(), ...model.settings }));
+        fill_form(window.location.search);
         return window.dash_clientside.no_update;
       },
       // Of a page whose answers are files: every state of the form is one of them.
