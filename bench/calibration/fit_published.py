@@ -7,7 +7,6 @@ devices without points take the median of others.
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -23,7 +22,7 @@ from bench.calibration.published.page import PAGE_PATH, build_page
 from bench.calibration.published.yaml_text import set_values
 from bench.config.compose import compose_config
 from bench.config.run_config import build_run_config
-from bench.core.command_line import report_usage_errors, run_main
+from bench.core.command_line import build_parser, report_usage_errors, run_main
 from bench.core.errors import require_choice
 from bench.core.installation import DATA_FOLDER
 from bench.hardware import Hardware
@@ -84,7 +83,7 @@ def write_device(fit: DeviceFit, path: Path) -> None:
 @report_usage_errors
 def main(arguments: list[str] | None = None) -> int:
     """Fit, and compare or write; returns 0, or 1 if files have other numbers than the fit."""
-    parser = argparse.ArgumentParser(prog="python -m bench.calibration.fit_published", description=__doc__)
+    parser = build_parser("calibration.fit_published", __doc__)
     parser.add_argument("devices", nargs="*", help="names under conf/hardware; all that are known if left out")
     parser.add_argument("--write", action="store_true", help="write the numbers instead of comparing them")
     options = parser.parse_args(arguments)

@@ -10,7 +10,7 @@ import argparse
 import sys
 
 from bench.claims.page import assess_all, render_terminal
-from bench.core.command_line import parse_path_argument, report_usage_errors
+from bench.core.command_line import build_parser, parse_path_argument, report_usage_errors
 from bench.core.errors import UsageError
 
 
@@ -39,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _build_parser() -> argparse.ArgumentParser:
     from bench.claims.unstated_settings import RESULTS_FOLDER
 
-    parser = argparse.ArgumentParser(prog="python -m bench.claims", description=__doc__)
+    parser = build_parser("claims", __doc__)
     parser.add_argument("action", nargs="?", choices=("verdicts", "search"), default="verdicts")
     parser.add_argument(
         "--output", type=parse_path_argument, default=RESULTS_FOLDER, help="folder that search writes to"

@@ -36,22 +36,27 @@ def end_silently_on_interrupt() -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-class SuggestingParser(argparse.ArgumentParser):
-    """argparse's parser, which says of an option that there is not which one is spelled most like it."""
+class SentenceParser(argparse.ArgumentParser):
+    """argparse's parser, which says in one sentence what is wrong, and of an unknown option which one is near."""
 
     def error(self, message: str) -> NoReturn:
         """End with exit code 2 and the sentence."""
-        unknown, _, typed = message.partition("unrecognized arguments: ")
-        if not unknown and typed.startswith("-"):
+        _, is_unknown, typed = message.partition("unrecognized arguments: ")
+        _, is_missing, names = message.partition("the following arguments are required: ")
+        if is_unknown:
+            typed = typed.split()[0]
             options = [text for action in self._actions for text in action.option_strings]
-            message += suggest_nearest(typed.split()[0].partition("=")[0], options)
-        super().error(message)
+            nearest = suggest_nearest(typed.partition("=")[0], options) if typed.startswith("-") else ""
+            message = f"{typed} is not valid: {self.prog} takes {', '.join(options)}{nearest}"
+        elif is_missing:
+            message = f"{names} is missing: {self.prog} --help says what it is"
+        self.exit(2, f"{escape_unprintable(message.removeprefix('argument ')).rstrip('.')}.\n")
 
 
 def build_parser(name: str, description: str | None, epilog: str = "") -> argparse.ArgumentParser:
     """The parser of the command `name`, whose help keeps the lines of `epilog` as they are."""
     program = Path(sys.argv[0]).name
-    return SuggestingParser(
+    return SentenceParser(
         prog=f"{program} {name}".rstrip() if program == CONSOLE_SCRIPT else f"python -m bench.{name}".rstrip("."),
         description=description,
         epilog=epilog,

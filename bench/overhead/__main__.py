@@ -104,9 +104,7 @@ def measure_pair(config: RunConfig, overrides: list[str], pair_number: int) -> O
 
 
 def _build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.overhead", description="Compare bench.run with a bare hand-written DDP script."
-    )
+    parser = command_line.build_parser("overhead", "Compare bench.run with a bare hand-written DDP script.")
     parser.add_argument("--pairs", type=int, default=10, help="how often each side runs (default 10)")
     parser.add_argument("--gpus", type=int, default=1, help="world size (default 1)")
     parser.add_argument("--model", default="t5_tiny", help="a configuration in conf/model (default t5_tiny)")

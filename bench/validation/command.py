@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.core.command_line import parse_path_argument
+from bench.core.command_line import build_parser, parse_path_argument
 from bench.core.errors import UsageError
 from bench.core.installation import DATA_FOLDER
 from bench.prediction.intervals import INTERVALS_FILE, load_interval_file
@@ -35,7 +35,7 @@ MORE_PUBLISHED_CSV = PUBLISHED_CSV.with_name("published_more.csv")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the accuracy page, its figure and summary; or score a table of one's own; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m bench.predict validate", description=__doc__)
+    parser = build_parser("predict validate", __doc__)
     parser.add_argument(
         "--published", type=parse_path_argument, metavar="FILE.csv", help="score the rows of this table instead"
     )
