@@ -11,16 +11,14 @@ from bench.advice.budget import TrainingBudget
 from bench.advice.candidates import CandidateSet, build_candidates
 from bench.advice.layouts.comparison import (
     LayoutComparison,
-    build_alone_candidates,
     compare_layouts,
     find_gpu_threshold,
     plan_layouts,
-    rank_alone,
 )
 from bench.advice.layouts.layouts import LayoutQuestion
 from bench.advice.layouts.sentence import describe_layouts
 from bench.advice.question import AdviceQuestion
-from bench.advice.ranking import CandidateRanking, RankedCandidate, rank_with_last_resort
+from bench.advice.ranking import CandidateRanking, RankedCandidate, rank_candidates, rank_with_last_resort
 from bench.advice.sentence import describe_advice, list_warnings
 from bench.advice.wording import MEMORY_PART_LABELS, MODEL_STATE_PARTS, format_gib, format_strategy, join_items
 from bench.config.compose import compose_config
@@ -130,7 +128,7 @@ def _plan_section(settings: RunSettings, question: AdviceQuestion, layouts: Layo
         candidates = build_candidates(settings, question.knobs)
         return SectionPlan(settings, candidates, None, "", candidates.to_predict[0].config)
     try:
-        candidates, reason = build_alone_candidates(layouts, question.knobs), ""
+        candidates, reason = build_candidates(layouts.settings, question.knobs), ""
     except ImpossibleError as error:
         candidates, reason = CandidateSet(impossible_reasons={str(error): 1}), ALONE_IMPOSSIBLE
         if layouts.global_sequences >= layouts.gpus:
@@ -146,7 +144,7 @@ def _build_section(plan: SectionPlan, question: AdviceQuestion, *, finds_thresho
     settings = plan.settings if plan.layouts is None else plan.layouts.settings
     ranking = CandidateRanking()
     if plan.layouts is not None and plan.candidates.to_predict:
-        ranking = rank_alone(plan.layouts, plan.candidates)
+        ranking = rank_candidates(plan.candidates.to_predict)
     elif plan.candidates.to_predict:
         ranking = rank_with_last_resort(settings, question.knobs, plan.candidates)
     if plan.layouts is None and not any(candidate.does_fit for candidate in ranking.possible):

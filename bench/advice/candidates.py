@@ -26,6 +26,7 @@ DEFAULT_STRATEGIES = ("ddp", "fsdp")
 """Compared unless asked otherwise; `SINGLE_GPU_STRATEGIES` where there is nothing to spread."""
 SINGLE_GPU_STRATEGIES = ("single",)
 ACCUMULATION_KEY = "gradient_accumulation"
+SYNC_KEY = "gradient_accumulation_sync"
 FALLBACK_STRATEGIES = ("fsdp1", "zero1")
 """Compared where only they have a knob that was set; strategies of other libraries come last."""
 LAST_RESORT_STRATEGIES = ("tensor_parallel",)
@@ -141,6 +142,7 @@ def _list_combinations(section_settings: RunSettings, knobs: Mapping[str, Sequen
         for asked in common_axes.get("activation_checkpointing", CHECKPOINTING_MODES)
         for mode in (COMPARED_BUDGETS if asked == BUDGET else (asked,))
     ]
+    accumulates = SYNC_KEY not in {*section_settings, *knobs} and section_values["global_batch"] is not None
     for strategy in _choose_strategies(knobs, gpus):
         strategy_fields = compose_config({"strategy": strategy})["strategy"]
         axes = {**common_axes, "strategy": [strategy]}
@@ -165,6 +167,9 @@ def _list_combinations(section_settings: RunSettings, knobs: Mapping[str, Sequen
             if reshard_key not in knobs and not is_sharded and settings.get(reshard_key) == "false":
                 continue  # nothing is gathered, so nothing is freed
             yield {**section_settings, **settings}
+            if accumulates and is_sharded and can_shard(strategy_fields):
+                # whole gradients need not be kept until the last micro-batch where each reduces its own
+                yield {**section_settings, **settings, SYNC_KEY: "true"}
 
 
 def _choose_strategies(knobs: Mapping[str, Sequence[str]], gpus: int) -> Sequence[str]:

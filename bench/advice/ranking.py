@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from bench.advice.candidates import Candidate, CandidateSet, list_last_resort_candidates
+from bench.advice.candidates import SYNC_KEY, Candidate, CandidateSet, list_last_resort_candidates
 from bench.config.grid import RunSettings
 from bench.config.run_config import RunConfig
 from bench.config.speed_columns import compute_speed_columns
@@ -17,6 +17,7 @@ from bench.core.errors import ImpossibleError, UsageError
 from bench.planning.batch_search import BatchTrial, search_largest_batches
 from bench.planning.run_predictions import RunPrediction, Unpredictable, predict_configs
 from bench.prediction.prediction import DOES_NOT_FIT, FITS, Prediction
+from bench.prediction.state_memory import predict_state_alone
 
 SECONDS_PER_HOUR = 3600
 HOURS_PER_DAY = 24
@@ -176,6 +177,8 @@ def rank_candidates(candidates: Sequence[Candidate]) -> CandidateRanking:
     UsageError
         If none of them can be predicted.
     """
+    ranking = CandidateRanking()
+    candidates, ranking.infeasible = _set_oversized_apart(candidates)
     largest_batches = _find_largest_batches([candidate.config for candidate in candidates])
     configs = [
         candidate.config
@@ -183,10 +186,11 @@ def rank_candidates(candidates: Sequence[Candidate]) -> CandidateRanking:
         else candidate.config.resize_batch(largest_batch or _find_smallest_batch(candidate.config))
         for candidate, largest_batch in zip(candidates, largest_batches, strict=True)
     ]
-    ranking = CandidateRanking()
     for candidate, config, largest_batch, prediction in zip(
         candidates, configs, largest_batches, predict_configs(configs), strict=True
     ):
+        if SYNC_KEY in candidate.settings and config.gradient_accumulation == 1:
+            continue  # of steps that are one micro-batch each once
         if isinstance(prediction, Unpredictable):
             ranking.unpredictable_reasons[prediction.reason] = (
                 ranking.unpredictable_reasons.get(prediction.reason, 0) + 1
@@ -200,6 +204,25 @@ def rank_candidates(candidates: Sequence[Candidate]) -> CandidateRanking:
     ranking.possible.sort(key=_compute_rank_key)
     ranking.infeasible.sort(key=_compute_shortfall_bytes)
     return ranking
+
+
+def _set_oversized_apart(candidates: Sequence[Candidate]) -> tuple[list[Candidate], list[RankedCandidate]]:
+    """The candidates without those whose parameters, gradients and optimizer state alone do not fit, and these as rows:
+    nothing else of them is predicted. Where that is all of them, each is predicted in full, to say by how much."""
+    others, oversized = [], []
+    for candidate in candidates:
+        config = candidate.config
+        prediction = None
+        if not candidate.has_requested_batch:
+            config = config.resize_batch(_find_smallest_batch(config))
+            with contextlib.suppress(ImpossibleError):  # which its prediction says
+                prediction = predict_state_alone(config)
+        if prediction is None or prediction.memory.verdict != DOES_NOT_FIT:
+            others.append(candidate)
+        else:
+            settings = {**candidate.settings, "batch_size_per_gpu": str(config.batch_size_per_gpu)}
+            oversized.append(RankedCandidate(settings, config, prediction, 0))
+    return (others, oversized) if others else (list(candidates), [])
 
 
 def _find_largest_batches(configs: Sequence[RunConfig]) -> list[int | None]:

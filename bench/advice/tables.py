@@ -271,6 +271,9 @@ def _build_infeasible_lines(ranking: CandidateRanking, max_rows: int | None) -> 
             )
         else:
             infeasible_by_strategy.setdefault(format_strategy(candidate.config), []).append(candidate)
+    fitting_strategies = {format_strategy(candidate.config) for candidate in ranking.possible}
+    for strategy_label in (*fitting_strategies, *infeasible_by_strategy):
+        oversized_by_strategy.pop(strategy_label, None)  # too large with some other knobs
     if oversized_by_strategy:
         capacity = ranking.infeasible[0].prediction.memory.capacity
         states_text = f"parameters, gradients and optimizer state alone, of {format_gib(capacity or 0)} GiB"
@@ -278,7 +281,6 @@ def _build_infeasible_lines(ranking: CandidateRanking, max_rows: int | None) -> 
             f"{name} {format_gib(count_state_bytes(candidate))}" for name, candidate in oversized_by_strategy.items()
         )
         lines.append(Text(f"  at any batch, for {states_text}: {sizes_text}"))
-    fitting_strategies = {format_strategy(candidate.config) for candidate in ranking.possible}
     other_strategies = [
         strategy_label for strategy_label in infeasible_by_strategy if strategy_label not in fitting_strategies
     ]

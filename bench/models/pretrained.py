@@ -42,8 +42,6 @@ class ModuleFacts(NamedTuple):
     """What is the same in every model of a family."""
 
     block_list_names: tuple[str, ...]
-    initial_stds: dict[str, float | None]
-    """By name of the parameter, as `Family.find_init_std` returns them."""
     num_unused_positions: int
     block_periods: tuple[int | None, ...]
     """Per list, blocks after which they repeat; None where they do not."""
@@ -116,7 +114,6 @@ class PretrainedFamily(Family):
         names = self._find_block_list_names(model)
         return ModuleFacts(
             names,
-            find_initial_stds(model),
             count_unused_positions(model),
             tuple(find_period(model.get_submodule(name)) for name in names),  # type: ignore[arg-type]
             count_idle_parameters(model),
@@ -158,9 +155,14 @@ class PretrainedFamily(Family):
             hidden = result[0] if isinstance(result, tuple) else result
         return result
 
+    @functools.cached_property
+    def _initial_stds(self) -> dict[str, float | None]:
+        """By name of the parameter: only who draws them needs to know."""
+        return find_initial_stds(self.build_model())
+
     def find_init_std(self, name: str, parameter: torch.Tensor) -> float | None:
         """As transformers does."""
-        return self._module_facts.initial_stds.get(name, DEFAULT_STD)
+        return self._initial_stds.get(name, DEFAULT_STD)
 
     def find_fp32_modules(self, model: nn.Module) -> Sequence[nn.Module]:
         """Those that transformers keeps in fp32."""

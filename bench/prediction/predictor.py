@@ -206,7 +206,7 @@ def _simulate_period(config: RunConfig, speed: rank_speed.RankSpeed, timeline: b
     scaled_trace = load_scaled_trace(
         build_trace_key(config), list_traced_batch_sizes(config.sequences_per_device, is_compiled=config.compile)
     )
-    counted_plans = config.strategy.plan_period(_build_plan_inputs(config, scaled_trace))
+    counted_plans = config.strategy.plan_period(build_plan_inputs(config, scaled_trace))
     return [
         SimulatedStep(count, _simulate_rank(config, speed, timeline, scaled_trace, plan), plan)
         for count, plan in counted_plans
@@ -240,7 +240,7 @@ def replay_steps(config: RunConfig, capacity: float = math.inf, num_steps: int =
         find_segment_block_positions(scaled_trace.segments, _build_layout(config).block_counts, key.block_period),
     )
     for _ in range(num_steps):
-        (_, plan) = config.strategy.plan_period(_build_plan_inputs(config, scaled_trace))[-1]
+        (_, plan) = config.strategy.plan_period(build_plan_inputs(config, scaled_trace))[-1]
         replay.begin_step(plan.updated_numels)
         simulated_rank = _simulate_rank(config, speed, False, scaled_trace, plan, replay)
         replay.end_step(simulated_rank.processor_time)
@@ -262,7 +262,7 @@ def predict_reentrant_peak(config: RunConfig) -> float:
     keeps = config.strategy.name == "fsdp1" and config.activation_checkpointing == "full"
     return compute_workspace_bytes(config) + max(
         _simulate_rank(config, rank_speed.RankSpeed(), False, scaled_trace, plan, keeps_frozen_inputs=keeps).peak.size
-        for count, plan in config.strategy.plan_period(_build_plan_inputs(config, scaled_trace))
+        for count, plan in config.strategy.plan_period(build_plan_inputs(config, scaled_trace))
         if count
     )
 
@@ -304,7 +304,7 @@ def _simulate_other_device(config: RunConfig) -> SimulatedRank:
     scaled_trace = load_scaled_trace(
         key, list_traced_batch_sizes(config.sequences_per_device, is_compiled=config.compile)
     )
-    plan = config.strategy.plan_other_devices(_build_plan_inputs(config, scaled_trace))
+    plan = config.strategy.plan_other_devices(build_plan_inputs(config, scaled_trace))
     assert plan is not None
     simulated_rank = SimulatedRank(rank_speed.RankSpeed())
     segments = build_segments(
@@ -314,9 +314,13 @@ def _simulate_other_device(config: RunConfig) -> SimulatedRank:
     return simulated_rank
 
 
-def _build_plan_inputs(config: RunConfig, scaled_trace: ScaledTrace) -> PlanInputs:
-    """What the strategy's plan is told of a run."""
-    batch_weight = scaled_trace.compute_batch_weight(config.sequences_per_device)
+def build_plan_inputs(config: RunConfig, scaled_trace: ScaledTrace | None) -> PlanInputs:
+    """What the strategy's plan is told of a run; without a trace, nothing of what the model returns."""
+    outputs_bytes = logits_bytes = 0.0
+    if scaled_trace is not None:
+        batch_weight = scaled_trace.compute_batch_weight(config.sequences_per_device)
+        outputs_bytes = scaled_trace.outputs_bytes[0] + batch_weight * scaled_trace.outputs_bytes[1]
+        logits_bytes = scaled_trace.logits_bytes[0] + batch_weight * scaled_trace.logits_bytes[1]
     return PlanInputs(
         units=_build_layout(config).units,
         explicit_parameter_order=_build_layout(config).parameter_order,
@@ -326,8 +330,8 @@ def _build_plan_inputs(config: RunConfig, scaled_trace: ScaledTrace) -> PlanInpu
         optimizer=config.optimizer,
         num_micro_batches=config.gradient_accumulation,
         keep_gradients=config.optimizer.keep_gradients,
-        outputs_bytes=scaled_trace.outputs_bytes[0] + batch_weight * scaled_trace.outputs_bytes[1],
-        logits_bytes=scaled_trace.logits_bytes[0] + batch_weight * scaled_trace.logits_bytes[1],
+        outputs_bytes=outputs_bytes,
+        logits_bytes=logits_bytes,
         is_on_cpu=config.hardware.device == "cpu",
     )
 

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from bench.advice.candidates import COMPARED_BUDGETS, CandidateSet, build_candidates, choose_default_precision
+from bench.advice.candidates import COMPARED_BUDGETS, build_candidates, choose_default_precision
 from bench.advice.layouts.layouts import Layout, LayoutQuestion, list_layouts
 from bench.advice.layouts.search import LayoutPredictor, LayoutSearch, search_layouts
 from bench.advice.ranking import CandidateRanking, RankedCandidate, rank_candidates
@@ -160,33 +160,6 @@ def _is_state_large(subject: RunConfig) -> bool:
     return memory_gb is not None and state_gb > MAX_STATE_SHARE * memory_gb
 
 
-SYNC_KEY = "gradient_accumulation_sync"
-
-
-def build_alone_candidates(question: LayoutQuestion, knobs: Mapping[str, Sequence[str]]) -> CandidateSet:
-    """Every way of FSDP alone at the global batch, unless it was said with gradients that are reduced after the last
-    micro-batch, which keeps whole ones until then, and after each.
-
-    Raises
-    ------
-    ImpossibleError
-        If there is none.
-    """
-    candidates = build_candidates(question.settings, knobs)
-    if SYNC_KEY not in question.settings:
-        candidates.to_predict += build_candidates({**question.settings, SYNC_KEY: "true"}, knobs).to_predict
-    return candidates
-
-
-def rank_alone(question: LayoutQuestion, candidates: CandidateSet) -> CandidateRanking:
-    """What `build_alone_candidates` found; of steps that are one micro-batch each once."""
-    ranking = rank_candidates(candidates.to_predict)
-    if SYNC_KEY not in question.settings:
-        for rows in (ranking.possible, ranking.infeasible):
-            rows[:] = [row for row in rows if row.config.gradient_accumulation > 1 or SYNC_KEY not in row.settings]
-    return ranking
-
-
 def compare_layouts(question: LayoutQuestion, ranking: CandidateRanking, alone_reason: str = "") -> LayoutComparison:
     """Search layouts, and add what was predicted of them to a ranking at the same global batch.
 
@@ -264,7 +237,7 @@ def _is_layout_best_at(gpus: int, search: LayoutSearch, knobs: Mapping[str, Sequ
     LayoutPredictor(question).predict(rescaled[:NUM_RESCALED], other)
     try:
         alone_knobs = {**knobs, "precision": [question.settings["precision"]]}
-        alone = find_fastest(rank_alone(question, build_alone_candidates(question, alone_knobs)).possible)
+        alone = find_fastest(rank_candidates(build_candidates(question.settings, alone_knobs).to_predict).possible)
     except UsageError:
         alone = None
     if other.best is None:

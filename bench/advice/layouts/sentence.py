@@ -5,17 +5,16 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 
+from bench.advice.candidates import build_candidates
 from bench.advice.layouts.comparison import (
     GpuThreshold,
     LayoutComparison,
-    build_alone_candidates,
     compare_layouts,
     find_gpu_threshold,
     plan_layouts,
-    rank_alone,
 )
 from bench.advice.layouts.search import KEPT_SLOWDOWN, LayoutSearch
-from bench.advice.ranking import CandidateRanking, RankedCandidate
+from bench.advice.ranking import CandidateRanking, RankedCandidate, rank_candidates
 from bench.advice.wording import format_strategy
 from bench.config.grid import RunSettings
 from bench.config.run_config import RunConfig
@@ -87,7 +86,7 @@ def answer_with_layouts(
     if question is None:
         return ""
     try:
-        alone, reason = rank_alone(question, build_alone_candidates(question, knobs)), ""
+        alone, reason = rank_candidates(build_candidates(question.settings, knobs).to_predict), ""
     except ImpossibleError as error:
         alone, reason = CandidateRanking(), str(error).rstrip(".")
     comparison = compare_layouts(question, alone, reason)
