@@ -9,7 +9,7 @@ import subprocess
 import sys
 import zlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,15 @@ def compose_run_config(*overrides: str) -> RunConfig:
     """One run configuration, composed as the commands compose it, on a machine without GPU."""
     (point,) = parse_sweep_request(["sweep=adhoc", *overrides], multirun=False, device=CPU).points
     return build_run_config(compose_config(point))
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Playwright's, for the tests of a file."""
+    from tests.browser import open_browser
+
+    with open_browser() as opened:
+        yield opened
 
 
 @pytest.fixture

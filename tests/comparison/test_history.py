@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from playwright.sync_api import sync_playwright
 
 from bench import history as command
 from bench.comparison import CANNOT_TELL, IMPROVEMENT, REGRESSION, build_histories
@@ -26,9 +25,9 @@ from bench.reporting.regressions.sections import (
     build_history_section,
     build_store_change_section,
 )
+from tests.browser import open_browser
 from tests.records_fixture import write_store
 from tests.repeated_runs import PEAK_BYTES, draw_step_times, make_runs, move_to_gpus
-from tests.reporting.test_report_browser import ARGUMENTS, CHROMIUM, needs_chromium
 
 
 def make_sha(number):
@@ -345,12 +344,10 @@ def test_what_can_be_found_as_curves_and_as_numbers():
 
 
 @pytest.mark.slow
-@needs_chromium
 def test_the_page_names_the_commit_lists_every_configuration_and_links_to_rows(stores, tmp_path):
     output = tmp_path / "out"
     assert command.main([*(str(store) for store in stores), "--output", str(output)]) == 0
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+    with open_browser() as browser:
         page = browser.new_page()
         complaints = []
         page.on("console", lambda message: complaints.append(message.text))
@@ -375,4 +372,3 @@ def test_the_page_names_the_commit_lists_every_configuration_and_links_to_rows(s
         page.wait_for_function("document.querySelector('section img').naturalWidth > 100")
         assert complaints == []
         page.screenshot(path=str(tmp_path / "history.png"), full_page=False)
-        browser.close()

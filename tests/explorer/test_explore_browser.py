@@ -5,10 +5,8 @@ from __future__ import annotations
 import functools
 import http.server
 import json
-import os
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page, expect
 
 from bench.explorer.answer import answer_state
 from bench.explorer.export import export_page
@@ -27,11 +25,6 @@ from tests.conftest import ROOT, needs
 
 pytestmark = [pytest.mark.slow, needs("dash")]
 
-CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
-ARGUMENTS = [
-    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-    "--disable-component-update", "--disable-sync", "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
-]  # fmt: skip
 DESK, PHONE = {"width": 1280, "height": 900}, {"width": 360, "height": 740}
 WITHIN_MS = 180_000
 """What is waited for comes in seconds; a busy machine may take longer."""
@@ -63,18 +56,6 @@ HEADINGS = [
 """First what was found, then why, then the rest."""
 
 expect.set_options(timeout=WITHIN_MS)
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    if CHROMIUM is None:
-        if os.environ.get("REQUIRE_BROWSER") == "1":
-            pytest.fail("REQUIRE_BROWSER=1, and there is no chromium on this machine")
-        pytest.skip("no chromium on this machine")
-    with sync_playwright() as playwright:
-        started = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
-        yield started
-        started.close()
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,6 @@ from pathlib import Path
 import nbformat
 import pandas as pd
 import pytest
-from playwright.sync_api import sync_playwright
 
 from bench import notebooks
 from bench.core.errors import UsageError
@@ -23,9 +22,9 @@ from bench.reporting.figures import sharding_factor, throughput
 from bench.reporting.notebook import execution, render
 from bench.reporting.notebook.notebook import Notebook
 from bench.reporting.page.interactive_figures import build_trade_off_figure
+from tests.browser import open_browser
 from tests.conftest import ROOT, run_command
 from tests.records_fixture import make_default_sweep, make_record, write_store
-from tests.reporting.test_report_browser import ARGUMENTS, CHROMIUM
 
 NOTEBOOK_FILES = sorted((ROOT / "analysis").glob("*.ipynb"))
 QUESTIONS = {
@@ -109,19 +108,15 @@ def test_one_command_renders_all_to_pages_that_are_complete_in_themselves(tmp_pa
         assert all(image["alt"] and "No description" not in image["alt"] for image in page.images), name
         assert [address for address in page.loaded if not address.startswith("data:")] == [], name
         assert not page.kinds & {"application/vnd.jupyter.stderr", "text/plain"}, name
-    check_in_browser(tmp_path / "sharding_factor.html")
     pictures = {ending: {path.stem for path in tmp_path.glob(f"figures/*.{ending}")} for ending in ("png", "svg")}
     assert pictures["png"] == pictures["svg"]
     assert len(pictures["png"]) >= 12
+    check_in_browser(tmp_path / "sharding_factor.html")
 
 
 def check_in_browser(page: Path) -> None:
     """A page without a network: the interactive figure is drawn and tells numbers, and nothing is complained about."""
-    if CHROMIUM is None:
-        assert os.environ.get("REQUIRE_BROWSER") != "1"
-        return
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+    with open_browser() as browser:
         context = browser.new_context(offline=True, viewport={"width": 1000, "height": 900})
         tab, console_messages = context.new_page(), []
         tab.on("console", lambda message: console_messages.append(message.text))
@@ -135,7 +130,6 @@ def check_in_browser(page: Path) -> None:
         tab.locator(".hoverlayer .hovertext").first.wait_for()
         assert "TFLOP/s" in (tab.locator(".hoverlayer").text_content() or "")
         assert console_messages == []
-        browser.close()
 
 
 RUN_ALL_SCRIPT = """

@@ -14,10 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import sync_playwright
+from playwright.sync_api import Browser
 
 from tests.conftest import ROOT, needs
-from tests.reporting.test_report_browser import ARGUMENTS, CHROMIUM, needs_chromium
 
 pytestmark = [pytest.mark.long, pytest.mark.slow, needs("jupyterlab")]
 
@@ -71,21 +70,18 @@ def jupyterlab(tmp_path: Path) -> Iterator[str]:
         process.wait(60)
 
 
-@needs_chromium
 @pytest.mark.parametrize("name", ["your_own_rows"])
-def test_cells_run_and_draw(jupyterlab: str, name: str) -> None:
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
-        page = browser.new_page(viewport={"width": 1400, "height": 1000})
-        page.set_default_timeout(TIMEOUT_MS)
-        page.goto(f"{jupyterlab}/lab/tree/analysis/{name}.ipynb?token=only-here&reset")
-        page.locator(".jp-Notebook .jp-CodeCell").first.wait_for()
-        page.get_by_text("Python 3 (ipykernel) | Idle").wait_for()
-        page.get_by_role("menuitem", name="Run", exact=True).click()
-        page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
-        page.locator(".jp-RenderedImage img").first.wait_for()
-        page.locator(".jp-RenderedHTMLCommon figure img").first.wait_for()  # the suite's figures, of the last cell
-        assert page.locator(".jp-RenderedImage img").count() >= 1
-        assert page.locator(".jp-RenderedHTMLCommon table").count() >= 2
-        assert page.locator('[data-mime-type="application/vnd.jupyter.error"]').count() == 0
-        browser.close()
+def test_cells_run_and_draw(jupyterlab: str, name: str, browser: Browser) -> None:
+    page = browser.new_page(viewport={"width": 1400, "height": 1000})
+    page.set_default_timeout(TIMEOUT_MS)
+    page.goto(f"{jupyterlab}/lab/tree/analysis/{name}.ipynb?token=only-here&reset")
+    page.locator(".jp-Notebook .jp-CodeCell").first.wait_for()
+    page.get_by_text("Python 3 (ipykernel) | Idle").wait_for()
+    page.get_by_role("menuitem", name="Run", exact=True).click()
+    page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
+    page.locator(".jp-RenderedImage img").first.wait_for()
+    page.locator(".jp-RenderedHTMLCommon figure img").first.wait_for()  # the suite's figures, of the last cell
+    assert page.locator(".jp-RenderedImage img").count() >= 1
+    assert page.locator(".jp-RenderedHTMLCommon table").count() >= 2
+    assert page.locator('[data-mime-type="application/vnd.jupyter.error"]').count() == 0
+    page.close()

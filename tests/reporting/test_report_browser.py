@@ -1,15 +1,10 @@
-"""The report page in a real browser: sorting, filtering, opening runs, hovering, comparing machines, without a network.
-
-Driven by Playwright with the system's Chromium. Where there is none the tests are skipped, unless REQUIRE_BROWSER=1.
-"""
+"""The report page in a real browser, without a network: sorted, filtered, hovered over, machines compared."""
 
 from __future__ import annotations
 
 import copy
 import io
-import os
 import re
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +12,7 @@ from typing import Any
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 from matplotlib.image import imread
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page, expect
 
 from bench.records import StoreContents
 from bench.reporting import build_report, write_report
@@ -26,14 +21,6 @@ from tests.records_fixture import make_default_sweep, make_record, write_store
 
 pytestmark = pytest.mark.slow
 
-CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
-needs_chromium = pytest.mark.skipif(
-    CHROMIUM is None and os.environ.get("REQUIRE_BROWSER") != "1", reason="no chromium on this machine"
-)
-ARGUMENTS = [
-    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-    "--disable-component-update", "--disable-sync",
-]  # fmt: skip
 DESK, PHONE = {"width": 1280, "height": 900}, {"width": 360, "height": 740}
 HOSTILE = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>"
 
@@ -76,18 +63,6 @@ def second_machine() -> list[dict[str, Any]]:
         if row["status"] == "ok":
             row["step_time_median_s"] *= 1.25
     return rows
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    if CHROMIUM is None:
-        if os.environ.get("REQUIRE_BROWSER") == "1":
-            pytest.fail("REQUIRE_BROWSER=1, and there is no chromium on this machine")
-        pytest.skip("no chromium on this machine")
-    with sync_playwright() as playwright:
-        started = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
-        yield started
-        started.close()
 
 
 @pytest.fixture(scope="module")

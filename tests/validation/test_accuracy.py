@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import matplotlib.pyplot as plt
 import pytest
 
 from bench.config.compose import compose_config
@@ -14,8 +15,10 @@ from bench.config.run_config import build_run_config
 from bench.prediction.prediction import DOES_NOT_FIT
 from bench.prediction.predictor import predict_runs
 from bench.records.published import PUBLISHED_CSV
+from bench.reporting.drawing import style
 from bench.validation import runs
 from bench.validation.command import ACCURACY_PAGE, SUMMARY_FILE, list_published_lines
+from bench.validation.figure import build_accuracy_figure
 from bench.validation.gate import (
     CONFIGURATION_MARGIN,
     GROUP_MARGIN,
@@ -29,6 +32,7 @@ from bench.validation.readings import read_line
 from bench.validation.scores import Score, score_readings
 from bench.validation.shapes import QualitativeComparison
 from bench.validation.strategies import compare_strategies
+from tests.reporting.test_report import overlaps
 
 SAMPLE_PER_GROUP = 3
 
@@ -183,3 +187,15 @@ def test_what_is_published_of_strategies_is_read(tmp_path: Path, monkeypatch: py
         "more than 41",
         "160",
     ]
+
+
+@pytest.mark.slow
+def test_the_figure_has_every_source_and_no_text_over_another(sample_scores: list[Score]) -> None:
+    with style.apply_report_style():
+        figure = build_accuracy_figure(sample_scores)
+    try:
+        assert overlaps(figure) == []
+        labels = {label.get_text().split()[0] for axes in figure.axes for label in axes.get_yticklabels()}
+        assert labels == {score.reading.source for score in sample_scores if score.is_counted}
+    finally:
+        plt.close(figure)
