@@ -1,0 +1,59 @@
+"""What is compared at a global batch, and what is told of without being predicted."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench.advice import ranking
+from bench.advice.candidates import SYNC_KEY, build_candidates
+from bench.advice.ranking import rank_candidates
+from bench.config.grid import RunSettings
+from bench.prediction.prediction import DOES_NOT_FIT
+
+SMALL: RunSettings = {
+    "model": "gpt_tiny",
+    "model.hidden_size": "512",
+    "model.num_layers": "8",
+    "sequence_length": "64",
+    "hardware": "a100_80gb",
+    "gpus": "4",
+}
+"""26 million parameters: a copy under training takes 0.4 GiB."""
+
+
+def test_at_a_global_batch_gradients_reduced_after_every_micro_batch_are_compared_too() -> None:
+    candidates = build_candidates({**SMALL, "global_batch": "64"}, {}).to_predict
+    reducing = [candidate for candidate in candidates if candidate.config.gradient_accumulation_sync]
+    sharded = [candidate for candidate in candidates if candidate.config.strategy.resolved_sharding_factor > 1]
+    assert len(sharded) == 2 * len(reducing) > 0
+    assert all(candidate in sharded for candidate in reducing)
+    ranked = rank_candidates(candidates).possible
+    assert all(row.config.gradient_accumulation > 1 for row in ranked if SYNC_KEY in row.settings)
+
+
+@pytest.mark.parametrize("settings", [{}, {"global_batch": "64", SYNC_KEY: "false"}])
+def test_without_a_global_batch_or_where_it_was_said_there_is_one_way(settings: RunSettings) -> None:
+    candidates = build_candidates({**SMALL, **settings}, {}).to_predict
+    assert not any(candidate.config.gradient_accumulation_sync for candidate in candidates)
+
+
+def test_what_state_alone_makes_too_large_is_a_row_without_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    predicted = []
+    predict_configs = ranking.predict_configs
+
+    def note_and_predict(configs, **options):
+        predicted.extend(config.strategy.resolved_sharding_factor for config in configs)
+        return predict_configs(configs, **options)
+
+    monkeypatch.setattr(ranking, "predict_configs", note_and_predict)
+    settings = {**SMALL, "hardware.memory_limit_gib": "0.3"}
+    ranked = rank_candidates(build_candidates(settings, {}).to_predict)
+    assert set(predicted) == {2, 4}
+    assert any(row.does_fit for row in ranked.possible)
+    oversized = [row for row in ranked.infeasible if row.config.strategy.resolved_sharding_factor == 1]
+    assert {row.config.strategy.name for row in oversized} == {"ddp", "fsdp"}
+    assert all(row.prediction.memory.verdict == DOES_NOT_FIT and row.step_s == float("inf") for row in oversized)
+    too_small = {**SMALL, "hardware.memory_limit_gib": "0.05"}
+    predicted.clear()
+    assert not rank_candidates(build_candidates(too_small, {}).to_predict).possible
+    assert set(predicted) == {1, 2, 4}
