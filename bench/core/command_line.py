@@ -45,7 +45,11 @@ class SentenceParser(argparse.ArgumentParser):
         _, is_missing, names = message.partition("the following arguments are required: ")
         if is_unknown:
             typed = typed.split()[0]
-            options = [text for action in self._actions for text in action.option_strings]
+            options = [
+                text
+                for action in self._actions
+                for text in action.option_strings or [str(action.metavar or action.dest)]
+            ]
             nearest = suggest_nearest(typed.partition("=")[0], options) if typed.startswith("-") else ""
             message = f"{typed} is not valid: {self.prog} takes {', '.join(options)}{nearest}"
         elif is_missing:
