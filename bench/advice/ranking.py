@@ -196,14 +196,20 @@ def rank_candidates(candidates: Sequence[Candidate]) -> CandidateRanking:
                 ranking.unpredictable_reasons.get(prediction.reason, 0) + 1
             )
             continue
-        settings = {**candidate.settings, "batch_size_per_gpu": str(config.batch_size_per_gpu)}
-        ranked_candidate = RankedCandidate(settings, config, prediction, largest_batch)
+        ranked_candidate = _build_row(candidate, config, prediction, largest_batch)
         (ranking.possible if ranked_candidate.can_fit else ranking.infeasible).append(ranked_candidate)
     if not (ranking.possible or ranking.infeasible):
         raise UsageError(next(iter(ranking.unpredictable_reasons)))
     ranking.possible.sort(key=_compute_rank_key)
     ranking.infeasible.sort(key=_compute_shortfall_bytes)
     return ranking
+
+
+def _build_row(
+    candidate: Candidate, config: RunConfig, prediction: Prediction, largest_batch: int | None
+) -> RankedCandidate:
+    settings = {**candidate.settings, "batch_size_per_gpu": str(config.batch_size_per_gpu)}
+    return RankedCandidate(settings, config, prediction, largest_batch)
 
 
 def _set_oversized_apart(candidates: Sequence[Candidate]) -> tuple[list[Candidate], list[RankedCandidate]]:
@@ -220,8 +226,7 @@ def _set_oversized_apart(candidates: Sequence[Candidate]) -> tuple[list[Candidat
         if prediction is None or prediction.memory.verdict != DOES_NOT_FIT:
             others.append(candidate)
         else:
-            settings = {**candidate.settings, "batch_size_per_gpu": str(config.batch_size_per_gpu)}
-            oversized.append(RankedCandidate(settings, config, prediction, 0))
+            oversized.append(_build_row(candidate, config, prediction, 0))
     return (others, oversized) if others else (list(candidates), [])
 
 

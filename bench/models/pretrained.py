@@ -104,7 +104,8 @@ class PretrainedFamily(Family):
         model.tie_weights()
         fill_pretrained_buffers(model)
         prepare_experts(model, self._build_routing())
-        self.__dict__.setdefault("_module_facts", self._find_module_facts(model))
+        if "_module_facts" not in self.__dict__:
+            self.__dict__["_module_facts"] = self._find_module_facts(model)
         return model
 
     def _find_block_list_names(self, model: nn.Module) -> tuple[str, ...]:

@@ -24,6 +24,7 @@ from bench.prediction.prediction import (
     prediction_from_plain,
     prediction_to_plain,
 )
+from bench.prediction.run_inputs import build_plan_inputs, build_run_layout, build_trace_key
 from bench.prediction.simulation.allocator_replay import AllocatorReplay
 from bench.prediction.simulation.caching_allocator import CachingAllocator
 from bench.prediction.simulation.device_memory import (
@@ -34,7 +35,7 @@ from bench.prediction.simulation.device_memory import (
     predict_memory,
     predict_retries,
 )
-from bench.prediction.simulation.parameter_layout import ParameterLayout, build_parameter_layout
+from bench.prediction.simulation.parameter_layout import build_parameter_layout
 from bench.prediction.simulation.simulated_rank import SimulatedRank, round_parts
 from bench.prediction.simulation.step import (
     build_first_device_segments,
@@ -57,7 +58,7 @@ from bench.prediction.trace.trace_cache import (
     load_scaled_trace,
     load_traces,
 )
-from bench.strategies.step_plan import PARAMETER_MEMORY, PlanInputs, StepPlan
+from bench.strategies.step_plan import PARAMETER_MEMORY, StepPlan
 
 MIN_RUNS_FOR_PROCESSES = 40
 """Runs from which on it pays to share the work among processes."""
@@ -237,7 +238,7 @@ def replay_steps(config: RunConfig, capacity: float = math.inf, num_steps: int =
     )
     replay = AllocatorReplay(
         CachingAllocator(capacity, expandable_segments=config.expandable_segments),
-        find_segment_block_positions(scaled_trace.segments, _build_layout(config).block_counts, key.block_period),
+        find_segment_block_positions(scaled_trace.segments, build_run_layout(config).block_counts, key.block_period),
     )
     for _ in range(num_steps):
         (_, plan) = config.strategy.plan_period(build_plan_inputs(config, scaled_trace))[-1]
@@ -314,41 +315,6 @@ def _simulate_other_device(config: RunConfig) -> SimulatedRank:
     return simulated_rank
 
 
-def build_plan_inputs(config: RunConfig, scaled_trace: ScaledTrace | None) -> PlanInputs:
-    """What the strategy's plan is told of a run; without a trace, nothing of what the model returns."""
-    outputs_bytes = logits_bytes = 0.0
-    if scaled_trace is not None:
-        batch_weight = scaled_trace.compute_batch_weight(config.sequences_per_device)
-        outputs_bytes = scaled_trace.outputs_bytes[0] + batch_weight * scaled_trace.outputs_bytes[1]
-        logits_bytes = scaled_trace.logits_bytes[0] + batch_weight * scaled_trace.logits_bytes[1]
-    return PlanInputs(
-        units=_build_layout(config).units,
-        explicit_parameter_order=_build_layout(config).parameter_order,
-        precision=config.precision,
-        casts_parameters=not config.strategy.uses_autocast(config.precision),
-        world_size=config.gpus,
-        optimizer=config.optimizer,
-        num_micro_batches=config.gradient_accumulation,
-        keep_gradients=config.optimizer.keep_gradients,
-        outputs_bytes=outputs_bytes,
-        logits_bytes=logits_bytes,
-        is_on_cpu=config.hardware.device == "cpu",
-    )
-
-
-def _build_layout(config: RunConfig) -> ParameterLayout:
-    blocks_per_unit = getattr(config.strategy, "blocks_per_unit", None) or 1
-    return build_parameter_layout(
-        config.trained_model,
-        blocks_per_unit,
-        config.precision.scales_loss,
-        config.strategy.build_tensor_parallel_split(),
-        shards_fp32_separately=build_trace_key(config).shards_fp32_separately,
-        shards_trained_separately=config.strategy.shards_trained_layers_separately,
-        shards_experts_separately=config.strategy.shards_experts_separately,
-    )
-
-
 def _simulate_planned_step(
     config: RunConfig, simulated_rank: SimulatedRank, plan: StepPlan, segments: Sequence[SegmentAtBatch]
 ) -> None:
@@ -357,37 +323,12 @@ def _simulate_planned_step(
     simulate_step(
         simulated_rank,
         plan,
-        _build_layout(config),
+        build_run_layout(config),
         segments,
         block_period=find_block_period(config.trained_model, config.activation_checkpointing),
         num_micro_batches=config.gradient_accumulation,
         synchronize_every_micro_batch=config.gradient_accumulation_sync,
         update=rank_speed.predict_optimizer_update(config, plan),
-    )
-
-
-def build_trace_key(config: RunConfig) -> TraceKey:
-    """What of a run its trace depends on."""
-    return TraceKey(
-        family=config.trained_model,
-        sequence_length=config.sequence_length,
-        precision=dataclasses.replace(config.precision, mixing=None),
-        autocast=config.strategy.uses_autocast(config.precision),
-        activation_checkpointing=config.activation_checkpointing,
-        micro_batches=min(config.gradient_accumulation, 2),
-        device=config.hardware.torch_device,
-        compile=config.compile,
-        widens_outputs=config.strategy.casts_outputs_to_fp32(config.precision),
-        split=config.strategy.build_tensor_parallel_split(),
-        autocast_caches=config.strategy.has_autocast_cache,
-        loss_chunks=config.loss_chunks,
-        activation_offload=config.activation_offload,
-        shards_fp32_separately=config.precision.scales_loss
-        and not config.strategy.uses_autocast(config.precision)
-        and config.strategy.shards_fp32_layers_separately,
-        shards_trained_separately=config.strategy.shards_trained_layers_separately and config.finetune.name != "full",
-        shards_experts_separately=config.strategy.shards_experts_separately and config.strategy.timetable is None,
-        num_ranks=config.gpus if config.trained_model.communicates else 1,
     )
 
 
@@ -404,7 +345,7 @@ def _compute_offloaded_bytes(config: RunConfig) -> float:
     scaled_trace = load_scaled_trace(key, list_traced_batch_sizes(batch_size, is_compiled=config.compile))
     positions = find_segment_block_positions(
         scaled_trace.segments,
-        _build_layout(config).block_counts,
+        build_run_layout(config).block_counts,
         key.block_period,
     )
     return compute_offloaded_bytes(scaled_trace, batch_size, positions)

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from bench.config.run_config import RunConfig
 from bench.prediction.cost import rank_speed
-from bench.prediction.predictor import build_segments, build_trace_key
+from bench.prediction.predictor import build_segments
+from bench.prediction.run_inputs import build_trace_key
 from bench.prediction.simulation.parameter_layout import build_parameter_layout
 from bench.prediction.trace.chunks import expand_to_full_depth
 from bench.prediction.trace.trace import LOSS_PLACE

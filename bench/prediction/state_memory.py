@@ -6,7 +6,7 @@ from bench.config.run_config import RunConfig
 from bench.prediction.cost import rank_speed
 from bench.prediction.intervals import add_intervals
 from bench.prediction.prediction import Prediction
-from bench.prediction.predictor import build_plan_inputs
+from bench.prediction.run_inputs import build_plan_inputs
 from bench.prediction.simulation.device_memory import predict_memory
 from bench.prediction.simulation.simulated_rank import SimulatedRank
 from bench.strategies.step_plan import GRADIENT_MEMORY

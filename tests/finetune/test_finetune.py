@@ -23,7 +23,8 @@ from bench.finetune.quantised import count_scale_bytes
 from bench.launch.local import LocalLauncher
 from bench.models.materialize import Materializer
 from bench.predict import main
-from bench.prediction.predictor import build_trace_key, predict_run
+from bench.prediction.predictor import predict_run
+from bench.prediction.run_inputs import build_trace_key
 from bench.prediction.simulation.parameter_layout import build_parameter_layout
 from bench.prediction.trace.trace_recorder import trace_step
 from bench.reporting.page.run_details import list_overrides

@@ -15,7 +15,8 @@ from bench.models.checkpointing import checkpoint_blocks
 from bench.models.embedding_tables import ADAGRAD_EPSILON, EmbeddingTables, build_table_buffer
 from bench.prediction.cost.collectives import ALL_TO_ALL, CollectiveGroup, compute_collective_seconds
 from bench.prediction.parameter_facts import find_parameter_facts
-from bench.prediction.predictor import build_trace_key, predict_run
+from bench.prediction.predictor import predict_run
+from bench.prediction.run_inputs import build_trace_key
 from bench.prediction.trace.trace_recorder import trace_step
 from tests.conftest import compose_run_config
 from tests.models.test_models import build_family

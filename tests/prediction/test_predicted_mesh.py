@@ -16,7 +16,8 @@ from bench.prediction.pipeline.stages import list_stage_traces
 from bench.prediction.pipeline.time import StageSeconds, compute_idle_share, simulate_timetable
 from bench.prediction.predicted_row import build_predicted_row
 from bench.prediction.prediction import Prediction, TimePrediction
-from bench.prediction.predictor import build_trace_key, predict_run, predict_runs
+from bench.prediction.predictor import predict_run, predict_runs
+from bench.prediction.run_inputs import build_trace_key
 from bench.strategies.mesh.strategy import MeshStrategy
 from bench.strategies.pipeline.schedule import (
     ALL_SCHEDULES,

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from bench.config.compose import compose_config
 from bench.config.groups import list_config_groups
-from bench.config.run_config import RunConfig, build_run_config
+from bench.config.run_config import RunConfig
 from bench.core.errors import UsageError
 from bench.prediction.predictor import predict_run
 from bench.prediction.state_memory import predict_state_alone
 from bench.prediction.trace import trace_cache
+from tests.conftest import compose_run_config
 
 WITHOUT = ("pipeline", "naive_pipeline", "data_parallel")
 """Strategies of which it is not said."""
@@ -25,19 +25,11 @@ KNOBS: tuple[dict[str, Any], ...] = (
 )
 
 
+COMMON = {"mode": "predict", "gpus": 4, "model": "gpt_tiny", "hardware": "a100_80gb", "precision": "bf16"}
+
+
 def config(**settings: Any) -> RunConfig:
-    return build_run_config(
-        compose_config(
-            {
-                "mode": "predict",
-                "gpus": 4,
-                "model": "gpt_tiny",
-                "hardware": "a100_80gb",
-                "precision": "bf16",
-                **settings,
-            }
-        )
-    )
+    return compose_run_config(*(f"{key}={value}" for key, value in {**COMMON, **settings}.items()))
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from bench.config.compose import compose_config
 from bench.config.run_config import RunConfig, build_run_config
 from bench.models.checkpointing import find_block_period
-from bench.prediction.predictor import build_trace_key
+from bench.prediction.run_inputs import build_trace_key
 from bench.prediction.simulation.parameter_layout import build_parameter_layout
 from bench.prediction.trace.chunks import (
     SegmentAtBatch,

@@ -33,7 +33,8 @@ from bench.prediction.pipeline.time import (
 )
 from bench.prediction.predicted_row import build_predicted_row
 from bench.prediction.prediction import TimePrediction
-from bench.prediction.predictor import build_trace_key, predict_run, predict_runs
+from bench.prediction.predictor import predict_run, predict_runs
+from bench.prediction.run_inputs import build_trace_key
 from bench.rank.row import _compute_idle_share
 from bench.rank.timed_loop import RankSamples
 from bench.records.reading import read_latest_attempts

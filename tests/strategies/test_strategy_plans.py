@@ -13,7 +13,7 @@ from bench.config.run_config import RunConfig, build_run_config
 from bench.core.errors import ImpossibleError
 from bench.models.division import split_blocks_into_stages
 from bench.prediction.pipeline.stages import arrange_stage
-from bench.prediction.predictor import build_trace_key
+from bench.prediction.run_inputs import build_trace_key
 from bench.prediction.simulation.parameter_layout import build_parameter_layout
 from bench.prediction.trace.stage_trace import StageTraceKey, list_stage_blocks, shorten_stage_blocks
 from bench.strategies.base import Strategy

@@ -15,7 +15,8 @@ from bench.core.errors import ImpossibleError
 from bench.models.division import LayerDivision
 from bench.prediction.cost.collectives import CollectiveGroup, compute_collective_seconds
 from bench.prediction.cost.rank_speed import build_collective_group
-from bench.prediction.predictor import build_trace_key, predict_run
+from bench.prediction.predictor import predict_run
+from bench.prediction.run_inputs import build_trace_key
 from bench.prediction.simulation.parameter_layout import build_parameter_layout
 from bench.prediction.trace.trace import TraceKey
 from bench.prediction.trace.trace_recorder import trace_step

@@ -37,7 +37,7 @@ from bench.prediction.cost.collectives import (
     CollectiveGroup,
     compute_collective_seconds,
 )
-from bench.prediction.predictor import build_trace_key
+from bench.prediction.run_inputs import build_trace_key
 from bench.prediction.segment_costs import list_segment_costs
 from bench.prediction.trace.kernels import FloatArray, IntArray
 from bench.prediction.trace.scaled_trace import list_traced_batch_sizes

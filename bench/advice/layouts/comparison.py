@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from bench.advice.candidates import COMPARED_BUDGETS, build_candidates, choose_default_precision
 from bench.advice.layouts.layouts import Layout, LayoutQuestion, list_layouts
 from bench.advice.layouts.search import LayoutPredictor, LayoutSearch, search_layouts
-from bench.advice.ranking import CandidateRanking, RankedCandidate, rank_candidates
+from bench.advice.ranking import TRAINING_STATE_BYTES, CandidateRanking, RankedCandidate, rank_candidates
 from bench.config.compose import compose_config
 from bench.config.global_batch import parse_global_batch
 from bench.config.grid import RunSettings
@@ -26,9 +26,6 @@ MAX_STATE_SHARE = 0.5
 
 MAX_SEQUENCES_PER_GPU = 256
 """Of a global batch where none is asked for: short sequences would come to more micro-batches than a step may have."""
-
-STATE_BYTES = 16
-"""Per parameter: fp32 parameter and gradient, and Adam's two moments."""
 
 DEFAULT_STEP_TOKENS = 4 * 2**20
 """Of a global batch where none is asked for: what large models are trained with (Llama 3 405B: 4M at first, Llama Team
@@ -156,7 +153,7 @@ def _count_sequences(text: str, tokens_per_sequence: int) -> int:
 
 def _is_state_large(subject: RunConfig) -> bool:
     memory_gb = subject.hardware.memory_gb
-    state_gb = STATE_BYTES * subject.model.num_parameters / subject.gpus / 1e9
+    state_gb = TRAINING_STATE_BYTES * subject.model.num_parameters / subject.gpus / 1e9
     return memory_gb is not None and state_gb > MAX_STATE_SHARE * memory_gb
 
 
