@@ -143,6 +143,7 @@ def _import_plugin(path: str, base_class: Any) -> ModuleType:
     return importlib.import_module(module_name) if importlib.util.find_spec(module_name) else module
 
 
+@functools.cache
 def _list_subclasses(module: ModuleType, base_class: Any) -> list[Any]:
     return [
         value

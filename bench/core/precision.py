@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,6 +19,7 @@ TORCH_DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """torch's names of number formats. Whoever reads rows needs no torch, whose import takes seconds and 200 MB."""
 
 
+@functools.cache
 def get_torch_dtype(name: str) -> torch.dtype:
     """torch's type of a format: fp32, bf16 or fp16."""
     import torch

@@ -159,11 +159,13 @@ def fill_buffers(module: nn.Module, family: Family, device: torch.device) -> Non
         module.register_buffer(name, value, persistent=name not in module._non_persistent_buffers_set)
 
 
-@functools.lru_cache(maxsize=64)
 def count_buffer_bytes(family: Family, num_ranks: int = 1) -> int:
     """Bytes that each of so many ranks has of all buffers of a family's model: all, unless the model divides them."""
-    if family.communicates:
-        return family.count_divided_buffer_bytes(num_ranks)
+    return family.count_divided_buffer_bytes(num_ranks) if family.communicates else _count_whole_buffer_bytes(family)
+
+
+@functools.lru_cache(maxsize=64)
+def _count_whole_buffer_bytes(family: Family) -> int:
     model = family.build_model()
     if not any(True for _ in model.buffers()):
         return 0

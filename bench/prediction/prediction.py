@@ -6,6 +6,8 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
+from bench.config.run_id import to_plain_value
+
 FITS, TOO_CLOSE, DOES_NOT_FIT = "fits", "too close to call", "does not fit"
 
 MEMORY_RANGES = ("allocated", "active", "reserved", "device_used", "wanted")
@@ -129,7 +131,7 @@ class Prediction:
 
 def prediction_to_plain(prediction: Prediction) -> dict[str, Any]:
     """As nested dictionaries: what caches keep, and what rows and scripts are given, under names of their own."""
-    plain = dataclasses.asdict(
+    plain: dict[str, Any] = to_plain_value(
         prediction
         if prediction.time is None
         else Prediction(prediction.memory, dataclasses.replace(prediction.time, timeline=()))

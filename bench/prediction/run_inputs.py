@@ -12,19 +12,22 @@ from bench.strategies.step_plan import PlanInputs
 
 
 def build_trace_key(config: RunConfig) -> TraceKey:
-    """What of a run its trace depends on."""
+    """What of a run its trace depends on: runs that are traced alike have equal keys."""
+    precision = config.precision
+    changes_formats = precision.is_mixed or precision.scales_loss or precision.uses_float8
+    has_autocast = changes_formats and config.strategy.uses_autocast(precision)
     return TraceKey(
         family=config.trained_model,
         sequence_length=config.sequence_length,
-        precision=dataclasses.replace(config.precision, mixing=None),
-        autocast=config.strategy.uses_autocast(config.precision),
+        precision=dataclasses.replace(precision, mixing=None),
+        autocast=has_autocast,
         activation_checkpointing=config.activation_checkpointing,
         micro_batches=min(config.gradient_accumulation, 2),
         device=config.hardware.torch_device,
         compile=config.compile,
         widens_outputs=config.strategy.casts_outputs_to_fp32(config.precision),
         split=config.strategy.build_tensor_parallel_split(),
-        autocast_caches=config.strategy.has_autocast_cache,
+        autocast_caches=config.strategy.has_autocast_cache or not has_autocast,
         loss_chunks=config.loss_chunks,
         activation_offload=config.activation_offload,
         shards_fp32_separately=config.precision.scales_loss

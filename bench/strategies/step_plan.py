@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -99,7 +100,8 @@ class ParameterSpec:
         """The first dimension that so many ranks divide evenly, along which experts are cut; else the first."""
         return next((dim for dim, size in enumerate(self.shape) if size % num_ranks == 0), 0)
 
-    def build_updated_tensor(self) -> UpdatedTensor:
+    @functools.cached_property
+    def updated_tensor(self) -> UpdatedTensor:
         """The whole parameter, as an optimizer has it."""
         return UpdatedTensor(self.shape, self.is_hidden_matrix)
 
@@ -137,7 +139,7 @@ class ShardingUnit:
     def trained_parameters(self) -> tuple[ParameterSpec, ...]:
         return tuple(parameter for parameter in self.parameters if parameter.is_trained)
 
-    @property
+    @functools.cached_property
     def keeps_fp32(self) -> bool:
         """Whether it is computed in fp32 even where the rest is in 16 bits."""
         return all(parameter.keeps_fp32 for parameter in self.parameters) and bool(self.parameters)
@@ -187,7 +189,7 @@ class PlanInputs:
         ordered = (self.units[unit_index].parameters[position] for unit_index, position in self.parameter_order)
         return tuple(parameter for parameter in ordered if parameter.is_trained)
 
-    @property
+    @functools.cached_property
     def parameter_itemsize(self) -> int:
         return self.precision.parameter_dtype.itemsize
 
@@ -206,12 +208,12 @@ class PlanInputs:
         """Of all quantised weights: every rank has them."""
         return sum(parameter.scale_bytes for unit in self.units for parameter in unit.parameters)
 
-    @property
+    @functools.cached_property
     def reduce_itemsize(self) -> int:
         """Of one element of a gradient that is reduced."""
         return self.precision.reduce_dtype.itemsize
 
-    @property
+    @functools.cached_property
     def cast_itemsize(self) -> int:
         """Of one element of a parameter as the strategy hands it to the model, and of its gradient."""
         return self.precision.compute_dtype.itemsize if self.casts_parameters else self.parameter_itemsize
@@ -381,7 +383,7 @@ class ReplicatedPlan(StepPlan):
     @property
     def updated_tensors(self) -> Sequence[UpdatedTensor]:
         """All parameters that are trained."""
-        return [parameter.build_updated_tensor() for parameter in self.inputs.trained_parameters]
+        return [parameter.updated_tensor for parameter in self.inputs.trained_parameters]
 
     def compute_gradient_bytes(self, parameter: ParameterSpec) -> int:
         """In the format of the parameter."""
@@ -408,7 +410,12 @@ class ReplicatedPlan(StepPlan):
 
 def compute_optimizer_bytes(inputs: PlanInputs, tensors: Sequence[UpdatedTensor]) -> float:
     """Of the optimizer's states of these tensors."""
-    return sum(inputs.optimizer.compute_state_bytes(tensor, inputs.parameter_itemsize) for tensor in tensors)
+    counts = Counter(map(id, tensors))  # blocks that are alike share theirs
+    distinct_tensors = {id(tensor): tensor for tensor in tensors}
+    return sum(
+        counts[identity] * inputs.optimizer.compute_state_bytes(tensor, inputs.parameter_itemsize)
+        for identity, tensor in distinct_tensors.items()
+    )
 
 
 def allocate_optimizer_state(device: PlanDevice, inputs: PlanInputs, tensors: Sequence[UpdatedTensor]) -> None:

@@ -79,7 +79,7 @@ class ZeRO1Plan(DDPPlan):
     def updated_tensors(self) -> Sequence[UpdatedTensor]:
         """Those of the rank that has most."""
         largest = max(self._partitions, key=lambda partition: sum(parameter.numel for parameter in partition))
-        return [parameter.build_updated_tensor() for parameter in largest]
+        return [parameter.updated_tensor for parameter in largest]
 
     @property
     def clipped_numels(self) -> Sequence[int]:

@@ -132,7 +132,8 @@ class SimulatedRank:
         self._allocated_bytes += size
         if stream != COMPUTE_STREAM:
             level, peak = self._side_streams.get(stream, (0.0, 0.0))
-            self._side_streams[stream] = level + size, max(peak, level + size)
+            level += size
+            self._side_streams[stream] = level, level if level > peak else peak
             self._side_stream_bytes += size
         self._note_peak(0.0, 0.0)
         if self._replay is not None:
@@ -176,7 +177,8 @@ class SimulatedRank:
         level = self._allocated_bytes + extra_bytes
         if level > self.phase_peaks.get(self.phase, 0.0):
             self.phase_peaks[self.phase] = level
-        self._peak_compute_stream_bytes = max(self._peak_compute_stream_bytes, level - self._side_stream_bytes)
+        if level - self._side_stream_bytes > self._peak_compute_stream_bytes:
+            self._peak_compute_stream_bytes = level - self._side_stream_bytes
         if level > self.peak.size:
             parts = dict(self._part_bytes)
             parts[ACTIVATION_MEMORY] += lasting_bytes
@@ -185,7 +187,8 @@ class SimulatedRank:
             self.peak = MemoryPeak(level, parts, self.phase, self.module)
         while self._delayed_frees and self._delayed_frees[0][0] <= self.processor_time:
             self._delayed_free_bytes -= heapq.heappop(self._delayed_frees)[1]
-        self.peak_active_bytes = max(self.peak_active_bytes, level + self._delayed_free_bytes)
+        if level + self._delayed_free_bytes > self.peak_active_bytes:
+            self.peak_active_bytes = level + self._delayed_free_bytes
 
     @property
     def stream_peaks_bytes(self) -> float:
@@ -254,16 +257,16 @@ class SimulatedRank:
 
     def _run_kernels(self, kind: str, seconds: float, num_kernels: int, *, records_span: bool = True) -> None:
         """Kernels on the computing stream, which the processor launches one by one."""
-        issue_time = self.processor_time
-        self.processor_time += num_kernels * self._speed.launch_s
+        issue_time, launch_s = self.processor_time, self._speed.launch_s
+        self.processor_time += num_kernels * launch_s
         previous_end = self.stream_times[COMPUTE_STREAM]
-        start = max(previous_end, issue_time + self._speed.launch_s)
+        start = max(previous_end, issue_time + launch_s)
         undisturbed_seconds = seconds
         seconds = self._compute_slowed_seconds(start, seconds)
         # The last kernel starts when it has been launched; those before it ran meanwhile.
         end = max(start + seconds, self.processor_time + (seconds / num_kernels if num_kernels else 0.0))
         if self._speed.is_cpu:
-            end = self.processor_time = max(previous_end, issue_time) + num_kernels * self._speed.launch_s + seconds
+            end = self.processor_time = max(previous_end, issue_time) + num_kernels * launch_s + seconds
         self.stream_times[COMPUTE_STREAM] = end
         key = "optimizer" if kind == "optimizer" else "compute"
         self.spent_seconds[key] += undisturbed_seconds
@@ -274,16 +277,21 @@ class SimulatedRank:
 
     def _compute_slowed_seconds(self, start: float, seconds: float) -> float:
         """Seconds of computation that starts at some time, longer by what sending beside it takes away."""
-        overlap_loss = self._speed.overlap_loss
+        overlap_loss, spans = self._speed.overlap_loss, self._collective_spans
         if not overlap_loss or seconds == 0.0:
             return seconds
-        while self._collective_spans and self._collective_spans[0][1] <= start:
-            self._collective_spans.popleft()
+        while spans and spans[0][1] <= start:
+            spans.popleft()
+        if not spans:
+            return seconds
         overlapped_seconds = 0.0
         end = start + seconds
         covered_until = start
-        for overlap_start, overlap_end in self._collective_spans:
-            overlap_start, overlap_end = max(overlap_start, covered_until), min(overlap_end, end)
+        for overlap_start, overlap_end in spans:
+            if overlap_start < covered_until:
+                overlap_start = covered_until
+            if overlap_end > end:
+                overlap_end = end
             if overlap_end > overlap_start:
                 overlapped_seconds += overlap_end - overlap_start
                 covered_until = overlap_end

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from bench.optimizers.base import UpdateCollective
 from bench.prediction.simulation.parameter_layout import ParameterLayout
@@ -134,7 +133,7 @@ def _simulate_micro_batch(
             enter_unit = plan.before_forward if segment.phase == "forward" else plan.before_backward
             enter_unit(simulated_rank, current_unit)
         if segment.phase == "forward" and current_unit is not None:
-            input_bytes[current_unit.index] += _sum_over_chunks(segment, "lasting_net_bytes")
+            input_bytes[current_unit.index] += segment.lasting_bytes
         parameters = layout.parameters_by_place.get(place, outside_parameters)
         _simulate_segment(
             simulated_rank,
@@ -197,7 +196,7 @@ def _simulate_segment(
 ) -> None:
     """A segment of a unit, in which layers may have units of their own."""
     current_unit = unit
-    for chunks in _split_at_layer_passes(segment.chunks):
+    for chunks in segment.layer_passes:
         gradient_handling = plan.choose_gradient_handling(current_unit)
         if gradient_handling == GRADIENTS_HANDLED_ONE_BY_ONE:
             for chunk in chunks:
@@ -220,13 +219,6 @@ def _simulate_segment(
                 current_unit = layer_unit
             elif layer_pass.kind == "after_backward":
                 current_unit = unit
-
-
-def _split_at_layer_passes(chunks: Sequence[Chunk]) -> Iterator[Sequence[Chunk]]:
-    """Up to each visit, and up to the end."""
-    ends = [number for number, chunk in enumerate(chunks, start=1) if chunk.layer_pass is not None]
-    for start, end in pairwise([0, *ends, len(chunks)]):
-        yield chunks[start:end]
 
 
 def _leave_unit(simulated_rank: SimulatedRank, plan: StepPlan, unit: ShardingUnit, phase: str) -> None:

@@ -113,6 +113,17 @@ class SegmentAtBatch:
     place: BlockPlace
     chunks: tuple[Chunk, ...]
 
+    @functools.cached_property
+    def layer_passes(self) -> tuple[tuple[Chunk, ...], ...]:
+        """The chunks up to each beginning or end of a layer's pass, and those up to the segment's end."""
+        ends = [number for number, chunk in enumerate(self.chunks, start=1) if chunk.layer_pass is not None]
+        return tuple(self.chunks[start:end] for start, end in itertools.pairwise([0, *ends, len(self.chunks)]))
+
+    @functools.cached_property
+    def lasting_bytes(self) -> float:
+        """Bytes of what stays when the segment is over, less what it freed of earlier ones."""
+        return sum(chunk.lasting_net_bytes for chunk in self.chunks)
+
 
 def build_chunks(
     segment: ScaledSegment,
@@ -247,20 +258,27 @@ def find_segment_block_positions(
     )
 
 
+@functools.lru_cache(maxsize=64)
 def expand_to_full_depth(
-    segments: Sequence[SegmentAtBatch], block_counts: tuple[int, ...], period: int = 1
-) -> Iterator[tuple[SegmentAtBatch, BlockPlace]]:
+    segments: tuple[SegmentAtBatch, ...], block_counts: tuple[int, ...], period: int = 1
+) -> tuple[tuple[SegmentAtBatch, BlockPlace], ...]:
     """Every segment of the whole model in order, with the place it has there.
 
     Parameters
     ----------
-    segments: sequence of SegmentAtBatch
+    segments: tuple of SegmentAtBatch
         Of the shortened model.
     block_counts: tuple of int
         Blocks per list of the whole model.
     period: int
         Blocks after which they repeat.
     """
+    return tuple(_iterate_at_full_depth(segments, block_counts, period))
+
+
+def _iterate_at_full_depth(
+    segments: tuple[SegmentAtBatch, ...], block_counts: tuple[int, ...], period: int
+) -> Iterator[tuple[SegmentAtBatch, BlockPlace]]:
     block_positions = find_segment_block_positions(segments, block_counts, period)
 
     def find_repeated_list(segment: SegmentAtBatch) -> tuple[str, int, int] | None:

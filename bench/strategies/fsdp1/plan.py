@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -35,6 +36,16 @@ MAX_ALL_GATHERS_IN_FLIGHT = 2
 ALIGNMENT_BYTES = 16
 
 
+@dataclass(frozen=True)
+class _FlatLayout:
+    """A unit's flat parameter."""
+
+    flat_numel: int
+    """Elements, padding included."""
+    first_parts: tuple[UpdatedTensor, ...]
+    """What the first rank has of each parameter."""
+
+
 class FSDP1Plan(ShardedPlan):
     """What `FullyShardedDataParallel` does with ``use_orig_params``, read in torch 2.13 (``torch/distributed/fsdp``).
 
@@ -46,7 +57,8 @@ class FSDP1Plan(ShardedPlan):
     def __init__(self, strategy: FSDP1Strategy, inputs: PlanInputs) -> None:
         super().__init__(strategy, inputs)
         self._strategy = strategy
-        self._flat_numel = {index: self._compute_flat_numel(unit) for index, unit in self._units.items()}
+        self._layouts = self._lay_out_units()
+        self._flat_numel = {index: layout.flat_numel for index, layout in self._layouts.items()}
         self._next_forward_unit = self._build_forward_order()
         next_prefetched = self._next_forward_unit if strategy.forward_prefetch else {}
         self._prefetched_by = {next_index: index for index, next_index in next_prefetched.items()}
@@ -55,13 +67,29 @@ class FSDP1Plan(ShardedPlan):
         self._kept_flat_gradients: set[str] = set()
         self._finished_frozen_units: list[ShardingUnit] = []
 
-    def _compute_flat_numel(self, unit: ShardingUnit) -> int:
-        """Elements of the flat parameter."""
+    def _lay_out_units(self) -> dict[int, _FlatLayout]:
+        """Of each unit; of blocks that repeat, which have the same parameters, it is worked out once."""
+        layouts_by_parameters: dict[tuple[int, ...], _FlatLayout] = {}
+        layouts = {}
+        for index, unit in self._units.items():
+            parameter_ids = tuple(map(id, unit.parameters))
+            if parameter_ids not in layouts_by_parameters:
+                layouts_by_parameters[parameter_ids] = self._lay_out_unit(unit)
+            layouts[index] = layouts_by_parameters[parameter_ids]
+        return layouts
+
+    def _lay_out_unit(self, unit: ShardingUnit) -> _FlatLayout:
         aligned_numel = ALIGNMENT_BYTES // self._find_compute_itemsize(unit)
-        total = 0
+        offsets, end = [], 0
         for parameter in unit.parameters:
-            total = -(-total // aligned_numel) * aligned_numel + parameter.numel
-        return -(-total // self._sharding_factor) * self._sharding_factor
+            offsets.append(-(-end // aligned_numel) * aligned_numel)
+            end = offsets[-1] + parameter.numel
+        shard_numel = -(-end // self._sharding_factor)
+        first_parts = tuple(
+            UpdatedTensor((max(0, min(shard_numel, offset + parameter.numel) - offset),))
+            for offset, parameter in zip(offsets, unit.parameters, strict=True)
+        )
+        return _FlatLayout(shard_numel * self._sharding_factor, first_parts)
 
     def compute_shard_numel(self, unit: ShardingUnit) -> int:
         """Of its flat parameter, padding included."""
@@ -78,19 +106,11 @@ class FSDP1Plan(ShardedPlan):
         """The first rank's part of every trained parameter: of those at the beginning of a unit, or nothing. At factor
         1 parameters keep their shape."""
         if self._sharding_factor == 1:
-            return [parameter.build_updated_tensor() for parameter in self.inputs.trained_parameters]
-        part_numels = {}
-        for unit_position, (index, unit) in enumerate(self._units.items()):
-            aligned_numel = ALIGNMENT_BYTES // self._find_compute_itemsize(unit)
-            shard, offset = self._flat_numel[index] // self._sharding_factor, 0
-            for parameter_position, parameter in enumerate(unit.parameters):
-                offset = -(-offset // aligned_numel) * aligned_numel
-                part_numels[unit_position, parameter_position] = max(0, min(shard, offset + parameter.numel) - offset)
-                offset += parameter.numel
+            return [parameter.updated_tensor for parameter in self.inputs.trained_parameters]
         return [
-            UpdatedTensor((part_numels[unit_position, position],))
-            for unit_position, position in self.inputs.parameter_order
-            if self.inputs.units[unit_position].parameters[position].is_trained
+            self._layouts[unit.index].first_parts[position]
+            for unit, position in ((self.inputs.units[index], position) for index, position in self.inputs.parameter_order)
+            if unit.parameters[position].is_trained
         ]
 
     def before_forward(self, device: PlanDevice, unit: ShardingUnit) -> None:

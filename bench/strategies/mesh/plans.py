@@ -200,7 +200,7 @@ class DividedStateStagePlan(ReplicatedStagePlan):
     def updated_tensors(self) -> list[UpdatedTensor]:
         """Those of the copy that has most."""
         largest = max(self._partitions, key=lambda partition: sum(parameter.numel for parameter in partition))
-        return [parameter.build_updated_tensor() for parameter in largest]
+        return [parameter.updated_tensor for parameter in largest]
 
     @property
     def parameter_numel(self) -> int:

@@ -168,7 +168,7 @@ class SingleCopyStagePlan(StagePlan):
     @property
     def updated_tensors(self) -> list[UpdatedTensor]:
         """All parameters of the rank's stages."""
-        return [parameter.build_updated_tensor() for stage in self.stages for parameter in stage.parameters]
+        return [parameter.updated_tensor for stage in self.stages for parameter in stage.parameters]
 
     def allocate_persistent_state(self, device: PlanDevice) -> None:
         """Gradients too, if they are kept."""
