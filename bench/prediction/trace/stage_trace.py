@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from bench.core import processes
 from bench.models import Family
@@ -22,6 +21,7 @@ from bench.models.checkpointing import checkpoint_blocks, find_block_period
 from bench.models.division import PipelineStageModule
 from bench.prediction.trace.compiled_blocks import compile_blocks
 from bench.prediction.trace.fake_process_group import split_model
+from bench.prediction.trace.fake_tensors import TracingFakeTensorMode
 from bench.prediction.trace.op_recorder import use_device_operators
 from bench.prediction.trace.ring_attention import trace_ring_attention
 from bench.prediction.trace.trace import (
@@ -214,7 +214,7 @@ def _trace_stage(key: StageTraceKey, short_stage: ShortStage, batch_size: int) -
     trace_recorder.op_recorder.group_kinds = short_stage.group_kinds
     with (
         processes.pause_garbage_collection(),
-        FakeTensorMode(),
+        TracingFakeTensorMode(),
         use_device_operators(trace_key.device),
         trace_ring_attention(trace_key, trace_recorder.op_recorder),
         trace_recorder.op_recorder,

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from bench.core import processes
@@ -30,6 +29,7 @@ from bench.models.materialize import fill_buffers
 from bench.prediction.trace.compiled_blocks import compile_blocks
 from bench.prediction.trace.cpu_memory import track_rng_states
 from bench.prediction.trace.fake_process_group import join_fake_process_group, split_model
+from bench.prediction.trace.fake_tensors import TracingFakeTensorMode
 from bench.prediction.trace.op_recorder import KernelRecord, OpRecorder, use_device_operators
 from bench.prediction.trace.ring_attention import trace_ring_attention
 from bench.prediction.trace.trace import (
@@ -94,7 +94,7 @@ def trace_step(key: TraceKey, batch_size: int, *, whole_model: bool = False) -> 
             split_model(key.split, family, model) if key.num_ranks == 1 else join_fake_process_group(key.num_ranks)
         ) as group_kinds,
         processes.pause_garbage_collection(),
-        FakeTensorMode(),
+        TracingFakeTensorMode(),
         use_device_operators(key.device),
         trace_ring_attention(key, trace_recorder.op_recorder),
         trace_recorder.op_recorder,

@@ -107,10 +107,11 @@ class FSDP1Plan(ShardedPlan):
         1 parameters keep their shape."""
         if self._sharding_factor == 1:
             return [parameter.updated_tensor for parameter in self.inputs.trained_parameters]
+        units = self.inputs.units
         return [
-            self._layouts[unit.index].first_parts[position]
-            for unit, position in ((self.inputs.units[index], position) for index, position in self.inputs.parameter_order)
-            if unit.parameters[position].is_trained
+            self._layouts[units[unit_position].index].first_parts[position]
+            for unit_position, position in self.inputs.parameter_order
+            if units[unit_position].parameters[position].is_trained
         ]
 
     def before_forward(self, device: PlanDevice, unit: ShardingUnit) -> None:
