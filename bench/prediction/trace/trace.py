@@ -5,10 +5,10 @@ It is cut where blocks begin, so that a strategy's actions can be put in between
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
+from bench.config.run_id import to_plain_value
 from bench.core.precision import Precision
 from bench.models import Family
 from bench.models.checkpointing import find_block_period
@@ -171,7 +171,8 @@ def sort_simultaneous_frees(segment: TraceSegment) -> None:
 
 
 def trace_to_plain(trace: Trace) -> dict[str, Any]:
-    return dataclasses.asdict(trace)
+    plain: dict[str, Any] = to_plain_value(trace)
+    return plain
 
 
 def trace_from_plain(plain: dict[str, Any]) -> Trace:
