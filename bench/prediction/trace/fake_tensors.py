@@ -24,14 +24,14 @@ class TracingFakeTensorMode(FakeTensorMode):
     def _prep_args_for_hash(
         self,
         result: list[object],
-        args: Mapping[str, object] | Iterable[object],
+        args: Mapping[str, Any] | Iterable[Any],
         state: Any,
         id_hashed_objects: list[object],
     ) -> None:
         if isinstance(args, Mapping):
             result.append(tuple(args))
-            args = args.values()
-        for arg in args:
+        values: Iterable[Any] = args.values() if isinstance(args, Mapping) else args
+        for arg in values:
             kind = type(arg)
             if kind is FakeTensor and self._is_plain(arg):
                 result += (kind, arg.dtype, arg.shape, arg.stride(), arg.storage_offset(), arg.requires_grad)
