@@ -12,6 +12,7 @@ from rich.text import Text
 
 from bench.config.price import NO_COST_TERMS, CostTerms
 from bench.config.run_config import RunConfig
+from bench.config.run_id import get_fields
 from bench.core.presentation import format_memory, format_number
 from bench.core.progress import ProgressLine
 from bench.core.typed_config import format_override_value
@@ -219,10 +220,10 @@ def _describe_differing_settings(configs: Sequence[RunConfig]) -> dict[str, str]
 
 def _list_settings(config: RunConfig) -> dict[str, Any]:
     """Settings of the run and knobs of its strategy that `_format_run_cells` does not show."""
-    scalars = {name: value for name, value in vars(config).items() if isinstance(value, (int, str))}
-    shown_elsewhere = ("mode", "gpus", "gpus_per_node", "batch_size_per_gpu", "run_id")
+    scalars = {name: value for name, value in get_fields(config).items() if isinstance(value, (int, str))}
+    shown_elsewhere = ("mode", "gpus", "gpus_per_node", "batch_size_per_gpu")
     requested_knobs = {
-        **vars(config.strategy),
+        **get_fields(config.strategy),
         **config.requested,
     }  # what follows from the rest of a run tells no runs apart
     knobs = {name: value for name, value in requested_knobs.items() if name not in ("name", "sharding_factor")}
@@ -230,7 +231,7 @@ def _list_settings(config: RunConfig) -> dict[str, Any]:
         **{name: value for name, value in scalars.items() if name not in shown_elsewhere},
         "gradient_clip_norm": config.gradient_clip_norm,
         **{f"{config.strategy.name}.{name}": value for name, value in knobs.items()},
-        **{f"finetune.{name}": str(value) for name, value in vars(config.finetune).items() if name != "name"},
+        **{f"finetune.{name}": str(value) for name, value in get_fields(config.finetune).items() if name != "name"},
     }
 
 

@@ -16,11 +16,14 @@ from bench.config.run_config import build_run_config
 from bench.core.errors import ImpossibleError, UsageError
 from bench.hardware.detect import DetectedDevice, refuse_unsupported
 from bench.models import float8
+from bench.prediction.pipeline.stages import list_stage_traces
 from bench.prediction.predictor import predict_run
+from bench.prediction.run_inputs import build_trace_key
+from bench.prediction.trace.stage_trace import trace_stage
 from bench.prediction.trace.trace import TraceKey
 from bench.prediction.trace.trace_recorder import trace_step
 from bench.sweeps.predict_sweep import refuse_unpredictable
-from tests.conftest import SMALL_GPT, SMALL_T5, compose_run_config, needs
+from tests.conftest import SMALL_GPT, SMALL_LLAMA, SMALL_T5, compose_run_config, needs
 
 Execute = Callable[..., list[dict[str, Any]]]
 
@@ -52,6 +55,44 @@ def test_what_is_rounded_to_8_bits_trains_and_keeps_what_is_predicted(
         expected = predict_run(compose_run_config(*overrides_by_name[name])).memory.allocated.value
         assert record_["peak_allocated_bytes"] == pytest.approx(expected, rel=0.01), name
     assert runs[strategy]["losses"] != bf16
+
+
+FP8_LAYOUTS = {
+    "mesh/pp2-fsdp2+1f1b": ("strategy.pipeline=2",),
+    "mesh/fsdp2-tp2+sequence": ("strategy.tensor=2",),
+    "mesh/ddp2-cp2+ring": ("strategy.context=2", "strategy.data=ddp"),
+    "tensor_parallel/2x2+sequence+fsdp": ("strategy=tensor_parallel", "strategy.degree=2"),
+    "pipeline/1f1b+ddp": ("strategy=pipeline", "strategy.stages=2"),
+}
+
+
+@pytest.mark.long
+@needs_library
+@pytest.mark.slow
+def test_a_mesh_trains_in_8_bits_like_one_process_and_keeps_what_is_predicted(execute: Execute) -> None:
+    single_run = (*SMALL_LLAMA, *STEPS, "strategy=single", "gpus=1", "batch_size_per_gpu=4")
+    runs = [
+        (*SMALL_LLAMA, *STEPS, *EMULATED_FP8, "strategy=mesh", *knobs, "gpus=4", "batch_size_per_gpu=1")
+        for knobs in FP8_LAYOUTS.values()
+    ]
+    bf16, fp8, *rows = execute((*single_run, "precision=bf16"), (*single_run, *EMULATED_FP8), *runs)
+    assert fp8["losses"][-1] < fp8["losses"][0] - 0.2
+    for layout, run, row in zip(FP8_LAYOUTS, runs, rows, strict=True):
+        assert row["status"] == "ok", row["error"]
+        assert row["effective_strategy"] == layout
+        assert row["losses"] == pytest.approx(fp8["losses"], rel=0.01), layout
+        assert row["losses"] != bf16["losses"]
+        expected = predict_run(compose_run_config(*run)).memory.allocated.value
+        assert row["peak_allocated_bytes"] == pytest.approx(expected, rel=0.03), layout
+
+
+@needs_library
+def test_a_stage_s_trace_for_a_gpu_multiplies_in_fp8() -> None:
+    knobs = ("strategy=mesh", "strategy.pipeline=2", "strategy.tensor=2", "gpus=4", "precision=fp8")
+    config = compose_run_config(*SMALL_LLAMA, *H100, *knobs)
+    (key, batch_size), *_ = list_stage_traces(config, build_trace_key(config))
+    products = Counter(kernel[0] for segment in trace_stage(key, batch_size).segments for kernel in segment.kernels)
+    assert products["_scaled_mm"] >= 3 * 7  # forward and twice backward, of a block
 
 
 def count_layer_types(model: nn.Module) -> Counter[str]:
@@ -169,7 +210,7 @@ def test_without_torchao_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         (
             ("precision=fp8", "strategy=deepspeed"),
             ImpossibleError,
-            r"precision=fp8 .*=deepspeed: choose bf16, or strategy ddp, fsdp, fsdp1, single or zero1\.",
+            r"precision=fp8 .*=deepspeed: choose bf16, or strategy ddp, fsdp, fsdp1, mesh, pipeline, single, tensor_parallel or zero1\.",
         ),
         (("precision=fp8", "strategy=data_parallel", "hardware=h100_80gb", "gpus=2"), ImpossibleError, r"choose bf16"),
         (("precision=fp8", "precision.compute=fp32"), UsageError, r"precision.compute=fp32 .* choose bf16"),

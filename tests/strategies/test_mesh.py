@@ -360,7 +360,6 @@ REFUSED = {
     "reduce": (("gpt", DDP, "precision=bf16", "precision.reduce=bf16"), "reduces gradients as they are stored"),
     "adapters": (("llama", TENSOR, "finetune=lora"), "not layers with adapters"),
     "quantised": (("llama", "finetune=qlora"), "finetune=qlora is not valid with strategy=mesh"),
-    "fp8": (("llama", "precision=fp8", "compile=true"), "precision=fp8 is not valid for strategy=mesh"),
     "factor": (("gpt", "strategy.sharding_factor=4"), "auto: the degrees spread a copy over 8 of gpus=8"),
 }
 

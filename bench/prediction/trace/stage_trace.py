@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from bench.core import processes
-from bench.models import Family
+from bench.models import Family, float8
 from bench.models.checkpointing import checkpoint_blocks, find_block_period
 from bench.models.division import PipelineStageModule
 from bench.prediction.trace.compiled_blocks import compile_blocks
@@ -116,6 +116,8 @@ def open_short_stage(key: StageTraceKey) -> Iterator[ShortStage]:
     ) or trace_key.family
     model = short_family.build_model()
     model.train()
+    if trace_key.precision.uses_float8:
+        float8.convert_to_float8(short_family, model, trace_key.precision)
     checkpoint_blocks(
         short_family, model, trace_key.activation_checkpointing, sequence_length=trace_key.sequence_length
     )

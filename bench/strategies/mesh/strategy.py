@@ -94,6 +94,7 @@ class MeshStrategy(Strategy):
         ),
     )
     supported_finetunes = ("full", "lora")
+    takes_float8 = True
 
     tensor: Annotated[int | None, DEGREE_RANGE]
     """Ranks that every layer is split over. null: 1."""

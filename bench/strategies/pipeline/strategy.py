@@ -29,6 +29,8 @@ class PipelineStrategy(PipelinedStrategy):
     An idle share of a step remains, the bubble: the more micro-batches, the smaller.
     """
 
+    takes_float8 = True
+
     presentation = Presentation(
         label="Pipeline",
         position=100,

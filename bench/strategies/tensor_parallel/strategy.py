@@ -70,6 +70,8 @@ class TensorParallelStrategy(Strategy):
         ),
     )
 
+    takes_float8 = True
+
     degree: int | str
     """Ranks a layer is split over: a whole number, `node` for the ranks of one machine, `full` for all."""
     sequence_parallel: bool
