@@ -90,7 +90,7 @@ def build_mesh_overrides(degrees: Mapping[str, int], text: str, gpus: int) -> Ov
         if match and not stated:
             raise NotExpressibleError(f"the degree of {match[1].upper()} is not stated")
         return None
-    words = text.lower().replace("fsdp false", "")
+    words = text.lower()
     if set(divided) == {"tensor"} and "fsdp" in words:
         return Overrides({"strategy": "tensor_parallel", "strategy.degree": str(divided["tensor"])})
     if set(divided) == {"tensor"} and not re.search(r"zero|distributed optim|megatron", words):

@@ -32,6 +32,7 @@ published (`results/published`), and the prediction of the same configuration.
   (`results/predicted/intervals.json`, fitted to these rows by `validate --fit-intervals`).
 * Torch versions: before 2.1 checkpointing computed whole blocks again, since then it stops when backward has what it
   needs. Rows are compared as their version (`torch_version`) does it.
+* FP8 is torchao's, without which (the extra `fp8`) rows in FP8 cannot be predicted: this page is made with it.
 """
 
 TARGETS = (

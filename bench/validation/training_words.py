@@ -187,6 +187,9 @@ def read_checkpointing(text: str) -> Overrides:
 STAGE_PATTERN = r"zero[ -]?(?:stage)?[ -]?([0-3])(?:/([0-3]))?|stage[ -]?([0-3])|\bz([0-3])\b"
 """Stages of ZeRO."""
 
+NO_FSDP_PATTERN = r"\bfsdp[ =:]*(?:0|false)\b"
+"""Columns that say that it is off."""
+
 FOREIGN_PATTERNS = {
     r"async[ -]?tp": "tensor parallelism that overlaps with its own communication (async TP) is not in the suite",
     r"fairscale|sharded ?ddp": "fairscale is another implementation",
@@ -206,7 +209,7 @@ def read_strategy(strategy: str, sharding: str, gpus: int) -> Overrides:
     NotExpressibleError
         If they mean something that the suite does not have, or nothing is stated for several GPUs.
     """
-    words = f"{strategy} {sharding}".lower()
+    words = re.sub(NO_FSDP_PATTERN, "", f"{strategy} {sharding}".lower())
     for pattern, reason in FOREIGN_PATTERNS.items():
         if re.search(pattern, words):
             raise NotExpressibleError(f"{strategy}: {reason}")

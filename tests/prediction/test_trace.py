@@ -16,6 +16,7 @@ from bench.config.run_config import RunConfig, build_run_config
 from bench.models.checkpointing import find_block_period
 from bench.prediction.run_inputs import build_trace_key
 from bench.prediction.simulation.parameter_layout import build_parameter_layout
+from bench.prediction.trace import trace_recorder
 from bench.prediction.trace.chunks import (
     SegmentAtBatch,
     build_chunks,
@@ -23,6 +24,7 @@ from bench.prediction.trace.chunks import (
     find_segment_block_positions,
     merge_chunks,
 )
+from bench.prediction.trace.fake_tensors import TracingFakeTensorMode
 from bench.prediction.trace.kernels import ATTENTION, MATMUL
 from bench.prediction.trace.op_recorder import OpRecorder, _is_causal, use_device_operators
 from bench.prediction.trace.scaled_trace import build_scaled_trace, list_traced_batch_sizes, scale_kernels
@@ -250,6 +252,51 @@ def test_fused_dropout_keeps_a_mask_of_bytes():
         assert torch.nn.functional.dropout(x, 0.0) is x
     assert y.grad_fn.name() == "NativeDropoutBackward0"
     assert torch.nn.functional.dropout(x, 0.5).grad_fn.name() != "NativeDropoutBackward0"
+
+
+@pytest.mark.parametrize("model", ["t5_tiny", "gpt_tiny", "moe_tiny"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_fake_tensors_that_are_told_apart_sooner_make_the_same_trace(model, precision, monkeypatch):
+    keys = [
+        build_trace_key(config(model=model, precision=precision, hardware=hardware, activation_checkpointing="full"))
+        for hardware in ("cpu", "h100_80gb")
+    ]
+    traces = [trace_step(key, batch_size) for key in keys for batch_size in (1, 2)]
+    monkeypatch.setattr(trace_recorder, "TracingFakeTensorMode", FakeTensorMode)
+    assert [trace_step(key, batch_size) for key in keys for batch_size in (1, 2)] == traces
+
+
+def test_numbers_of_other_types_are_told_apart_and_sizes_too():
+    with TracingFakeTensorMode() as mode:
+        x = torch.empty(4, 4, dtype=torch.int64)
+        assert [(x * number).dtype for number in (2, 2.0, 2, True)] == [
+            *(torch.int64, torch.float32, torch.int64, torch.int64)
+        ]
+        assert [torch.empty(size, size).t().contiguous().shape[0] for size in (3, 5, 3)] == [3, 5, 3]
+        assert [torch.cat(parts).shape for parts in ([x, x], [x, x, x])] == [(8, 4), (12, 4)]
+        assert torch.cat([x, x], dim=1).shape == (4, 8)
+        assert x.t().stride() == (1, 4)
+        assert (x.t() + 1).stride() == (1, 4)
+        assert (x + 1).stride() == (4, 1)
+    assert isinstance(mode, FakeTensorMode)
+
+
+def test_runs_that_are_traced_alike_have_one_trace():
+    """fp32 is fp32 with or without autocast; bf16 is not."""
+    strategies = ("ddp", "fsdp", "fsdp1")
+    keys = {
+        precision: {
+            build_trace_key(
+                config(hardware="a100_80gb", gpus=8, mode="predict", precision=precision, strategy=strategy)
+            )
+            for strategy in strategies
+        }
+        for precision in ("fp32", "tf32", "bf16")
+    }
+    assert {precision: len(keys_of_precision) for precision, keys_of_precision in keys.items()} == {
+        **{"fp32": 1, "tf32": 1},
+        "bf16": 2,
+    }
 
 
 def test_the_recorder_follows_storages_not_tensors():

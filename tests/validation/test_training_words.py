@@ -88,6 +88,7 @@ def test_gpus_that_nothing_describes_are_refused(text: str) -> None:
         ("FSDP + QLoRA", "", 4, {"strategy": "fsdp1", "finetune": "qlora"}),
         ("FSDP2 + TP", "tp 4", 8, {"strategy": "tensor_parallel", "strategy.degree": "4"}),
         ("DDP", "TP1 PP1", 8, {"strategy": "ddp"}),
+        ("Megatron TP+PP+DP", "FSDP 0, TP 1, PP 1, distributed optimizer", 8, {"strategy": "zero1"}),
         (
             *("Megatron TP+PP+DP", "TP8 PP4, VP 3, FSDP 0", 64),
             {
