@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 
 import pytest
 
@@ -149,3 +150,17 @@ def test_layouts_have_intervals_of_their_own_and_noisy_rows_fit_none() -> None:
     assert name_row_class(layout) == LAYOUTS
     assert len(list_residuals([layout], "step time", LAYOUTS)) == 1
     assert list_residuals([noisy], "step time", LAYOUTS) == []
+
+
+def test_fp8_is_read_as_compiled_where_no_layer_is_shared_and_not_at_all_where_one_is() -> None:
+    for shared in ("TP2 PP2", "CP 2", "EP 2"):
+        reason = read_line(1, {**LINE, "sharding": shared, "precision": "fp8", "gpu": "H100"}).reason
+        assert reason is not None
+        assert "fused, of layers that ranks share" in reason, reason
+    staged = read_line(1, {**LINE, "sharding": "PP2, distributed optimizer", "precision": "fp8", "gpu": "H100"})
+    if importlib.util.find_spec("torchao") is None:
+        assert staged.reason is not None
+        assert "needs torchao" in staged.reason
+        return
+    assert dict(staged.settings)["compile"] == "true"
+    assert any("fused" in assumption for assumption in staged.assumptions)
