@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -47,12 +48,44 @@ def test_every_layout_takes_the_whole_global_batch_on_all_gpus() -> None:
 def test_a_layout_is_typed_as_it_is_predicted() -> None:
     question = ask(*SMALL_QUESTION)
     predictor = LayoutPredictor(question)
-    for layout in list(list_layouts(question))[::9]:
+    layouts = [layout for layout in list_layouts(question) if layout.tensor <= 4][::9]  # the model has 4 heads
+    assert {layout.synchronizes for layout in layouts} == {True, False}
+    for layout in layouts:
         settings = {**question.settings, **layout.list_settings(), "mode": "predict"}
         typed = build_run_config(compose_config(settings))
         assert typed.run_id == predictor.build_config(layout).run_id
         assert typed.tokens_per_step == 16 * 64
         assert typed.sequences_per_rank // (typed.strategy.micro_batches or 1) == layout.micro_batch  # type: ignore[attr-defined]
+
+
+def test_shards_of_gradients_are_kept_whole_or_reduced_after_every_micro_batch() -> None:
+    question = ask(*SMALL_QUESTION)
+    layouts = list(list_layouts(question))
+    reduced_often = {layout for layout in layouts if layout.synchronizes}
+    assert reduced_often == {
+        dataclasses.replace(layout, synchronizes=True)
+        for layout in layouts
+        if layout.data == "fsdp" and layout.pipeline == 1 and layout.micro_batches > 1
+    }
+    for layout in reduced_often:
+        assert layout.list_settings()["gradient_accumulation_sync"] == "true"
+        assert dataclasses.replace(layout, synchronizes=False) in layouts
+    for given in ("true", "false"):
+        layouts = list(list_layouts(ask(*SMALL_QUESTION, f"gradient_accumulation_sync={given}")))
+        assert {layout.synchronizes for layout in layouts if layout in reduced_often} <= {given == "true"}
+        assert any(layout.synchronizes for layout in layouts) == (given == "true")
+
+
+def test_a_model_whose_whole_gradients_are_too_large_has_a_layout_that_reduces_them_often() -> None:
+    """torchtitan trains Llama 3 405B so, on as many (its row of published results has 512 H100)."""
+    question = ask(
+        "model=llama3_405b", "hardware=h100_80gb", "gpus=512", "global_batch=1024", "sequence_length=8192", modes="full"
+    )
+    references = {"full": LayoutPredictor(question).build_reference("full")}
+    bounder, capacity = LayoutBounder(question, references), 75 * 2**30
+    small = [layout for layout in list_layouts(question) if bounder.compute_memory_bound(layout) < capacity]
+    assert small
+    assert all(layout.synchronizes for layout in small)
 
 
 def test_experts_are_spread_and_long_sequences_divided() -> None:

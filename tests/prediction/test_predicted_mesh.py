@@ -51,6 +51,7 @@ LAYOUTS = {
     "tensor x pipeline x fsdp": (TENSOR, PIPELINE),
     "tensor x context x ddp": (TENSOR, CONTEXT, DDP),
     "pipeline x context x fsdp": (PIPELINE, CONTEXT),
+    "tensor x fsdp, gradients reduced often": (TENSOR, "gradient_accumulation=3", "gradient_accumulation_sync=true"),
 }
 LAYOUTS_WITH_EXPERTS = {
     "expert x fsdp": (EXPERT,),

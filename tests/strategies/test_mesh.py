@@ -137,6 +137,7 @@ WAYS: dict[str, tuple[str, tuple[str, ...], dict[str, tuple[str, ...]], float]] 
             "ddp2-ep2": (EXPERT, DDP),
             "ep2-tp2+sequence": (TENSOR, EXPERT),
             "replicas2-cp2+all_gather": (CONTEXT, "strategy.replicas=2", "strategy.context_form=all_gather"),
+            "fsdp2-tp2+sequence": (TENSOR, "gradient_accumulation_sync=true"),
         },
         1e-5,
     ),

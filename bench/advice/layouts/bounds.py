@@ -139,7 +139,7 @@ class LayoutBounder:
         gradients = parameters * itemsize / (shards if is_sharded else 1)
         early_gradients, gathered = (gradients if layout.micro_batches > 1 else 0.0), 0.0
         if is_sharded and shards > 1 and not self._has_experts:
-            if layout.micro_batches > 1:  # whole until the last micro-batch, as they are reduced
+            if layout.micro_batches > 1 and not layout.synchronizes:  # whole until the last micro-batch, as reduced
                 early_gradients = BLOCK_SHARE * parameters * precision.reduce_dtype.itemsize
             if not layout.reshards:
                 gathered = BLOCK_SHARE * parameters * precision.compute_dtype.itemsize

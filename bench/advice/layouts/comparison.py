@@ -252,4 +252,10 @@ def _rescale(layout: Layout, question: LayoutQuestion) -> Layout | None:
     if rest or not copies or copies % shards or question.global_sequences % (all_copies * layout.micro_batch):
         return None
     micro_batches = question.global_sequences // (all_copies * layout.micro_batch)
-    return dataclasses.replace(layout, shards=shards, replicas=copies // shards, micro_batches=micro_batches)
+    return dataclasses.replace(
+        layout,
+        shards=shards,
+        replicas=copies // shards,
+        micro_batches=micro_batches,
+        synchronizes=layout.synchronizes and micro_batches > 1,
+    )

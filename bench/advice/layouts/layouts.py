@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from bench.advice.candidates import SYNC_KEY
 from bench.config.global_batch import MAX_ACCUMULATION
 from bench.config.grid import RunSettings
 from bench.config.run_config import RunConfig
@@ -70,6 +71,9 @@ class Layout:
     micro_batches: int
     """Of one copy, in a step."""
     checkpointing: str
+    synchronizes: bool = False
+    """Gradients are reduced after every micro-batch, so that none is whole any longer; only with FSDP and without a
+    pipeline."""
 
     @property
     def copies(self) -> int:
@@ -97,6 +101,8 @@ class Layout:
         settings["strategy.data"] = self.data
         if self.data == FSDP_KIND and self.replicas > 1:
             settings |= {"strategy.shards": str(self.shards), "strategy.replicas": str(self.replicas)}
+        if self.synchronizes:
+            settings[SYNC_KEY] = "true"
         if self.reshards is not None:
             settings["strategy.reshard_after_forward"] = str(self.reshards).lower()
         ranks_per_copy = self.tensor * self.pipeline * self.context
@@ -132,7 +138,11 @@ def list_layouts(question: LayoutQuestion) -> Iterator[Layout]:
             schedules = _list_schedules(question, pipeline, num_micro_batches)
             for schedule, virtual_stages in schedules:
                 for data, shards, reshards in _list_data(question, tensor, pipeline, context, expert, schedule):
-                    for checkpointing in question.checkpointing_modes:
+                    accumulates_shards = data == FSDP_KIND and pipeline == 1 and num_micro_batches > 1
+                    for checkpointing, synchronizes in itertools.product(
+                        question.checkpointing_modes,
+                        _list_synchronizations(question) if accumulates_shards else (False,),
+                    ):
                         yield Layout(
                             tensor,
                             pipeline,
@@ -147,7 +157,14 @@ def list_layouts(question: LayoutQuestion) -> Iterator[Layout]:
                             micro_batch,
                             num_micro_batches,
                             checkpointing,
+                            synchronizes,
                         )
+
+
+def _list_synchronizations(question: LayoutQuestion) -> Sequence[bool]:
+    """Whether gradients are reduced after every micro-batch: as was said, or both ways."""
+    given = question.settings.get(SYNC_KEY)
+    return (False, True) if given is None else (given == "true",)
 
 
 def _list_degrees(question: LayoutQuestion) -> Iterator[tuple[int, int, int, int]]:
