@@ -72,7 +72,8 @@ class ContextSplit:
         ALL_ATTENTION_FUNCTIONS.register(name, self._attend)
         model.config._attn_implementation = name
         for module in model.modules():
-            if hasattr(getattr(module, "config", None), "_attn_implementation"):  # FP8 layers have one too
+            # FP8 layers have a config of another kind
+            if hasattr(getattr(module, "config", None), "_attn_implementation"):
                 module.config._attn_implementation = name
         for experts in list_experts(model):
             experts._bench_routing.num_parts = self.degree
