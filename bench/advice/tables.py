@@ -300,7 +300,8 @@ def _build_infeasible_lines(ranking: CandidateRanking, max_rows: int | None) -> 
         if strategy_label not in shown_strategies
     )
     if hidden_count:
-        lines.append(Text(f"  {hidden_count} more combinations: top=all.", style="dim"))
+        noun = "combination" if hidden_count == 1 else "combinations"
+        lines.append(Text(f"  {hidden_count} more {noun}: top=all.", style="dim"))
     return lines
 
 
