@@ -14,7 +14,7 @@ from bench.config.compose import compose_config
 from bench.config.run_config import build_run_config
 from bench.prediction.prediction import DOES_NOT_FIT
 from bench.prediction.predictor import predict_runs
-from bench.records.published import PUBLISHED_CSV
+from bench.records.published import PUBLISHED_CSV, PublishedLine
 from bench.reporting.drawing import style
 from bench.validation import runs
 from bench.validation.command import ACCURACY_PAGE, SUMMARY_FILE, list_published_lines
@@ -32,6 +32,7 @@ from bench.validation.readings import read_line
 from bench.validation.scores import Score, score_readings
 from bench.validation.shapes import QualitativeComparison
 from bench.validation.strategies import compare_strategies
+from tests.conftest import needs
 from tests.reporting.test_report import overlaps
 
 SAMPLE_PER_GROUP = 3
@@ -43,18 +44,38 @@ def summary() -> dict[str, Any]:
     return json.loads(ACCURACY_PAGE.with_name(SUMMARY_FILE).read_text(encoding="utf-8"))
 
 
-@pytest.fixture(scope="module")
-def sample_scores(summary: dict[str, Any]) -> list[Score]:
-    """Three configurations of every source, metric and device, predicted today."""
+def list_sample_lines(summary: dict[str, Any], *, in_fp8: bool) -> list[PublishedLine]:
+    """Of three configurations of every source, metric and device, those in FP8, which need torchao, or the others."""
     keys = set(pick_sample(summary, SAMPLE_PER_GROUP))
     lines = [line for line in list_published_lines() if build_configuration_key(line) in keys]
+    return [line for line in lines if bool(re.search("fp8|float8", line["precision"].lower())) == in_fp8]
+
+
+def score_lines(lines: list[PublishedLine]) -> list[Score]:
+    """Predicted today."""
     return score_readings([read_line(number, line) for number, line in enumerate(lines, start=1)])[0]
+
+
+@pytest.fixture(scope="module")
+def sample_scores(summary: dict[str, Any]) -> list[Score]:
+    return score_lines(list_sample_lines(summary, in_fp8=False))
 
 
 @pytest.mark.slow
 def test_no_prediction_of_a_sample_is_worse_than_it_was(summary: dict[str, Any], sample_scores: list[Score]) -> None:
-    today = build_accuracy_summary(sample_scores, [])
-    assert len(today["configurations"]) >= 0.9 * len(pick_sample(summary, SAMPLE_PER_GROUP))
+    check_errors(summary, sample_scores, list_sample_lines(summary, in_fp8=False))
+
+
+@needs("torchao")
+@pytest.mark.slow
+def test_no_prediction_of_a_sample_in_fp8_is_worse_than_it_was(summary: dict[str, Any]) -> None:
+    lines = list_sample_lines(summary, in_fp8=True)
+    check_errors(summary, score_lines(lines), lines)
+
+
+def check_errors(summary: dict[str, Any], scores: list[Score], lines: list[PublishedLine]) -> None:
+    today = build_accuracy_summary(scores, [])
+    assert len(today["configurations"]) >= 0.9 * len({build_configuration_key(line) for line in lines}) > 5
     moved = compare_errors(summary, today)
     assert not any(error.is_worse for error in moved), (
         f"errors that moved (python -m bench.predict validate writes them anew):\n{render_moved(moved)}"
