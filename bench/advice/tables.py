@@ -31,7 +31,7 @@ from bench.advice.wording import (
 from bench.config.flop_conventions import compute_convention_tflops
 from bench.config.run_config import RunConfig
 from bench.core import presentation
-from bench.core.presentation import MISSING, format_interval, format_number
+from bench.core.presentation import MISSING, format_interval, format_number, format_plural
 from bench.prediction.prediction import FITS, TOO_CLOSE, PredictedRange
 from bench.prediction.prediction import MEMORY_PARTS as ALL_PARTS
 
@@ -300,8 +300,7 @@ def _build_infeasible_lines(ranking: CandidateRanking, max_rows: int | None) -> 
         if strategy_label not in shown_strategies
     )
     if hidden_count:
-        noun = "combination" if hidden_count == 1 else "combinations"
-        lines.append(Text(f"  {hidden_count} more {noun}: top=all.", style="dim"))
+        lines.append(Text(f"  {format_plural(hidden_count, 'more combination')}: top=all.", style="dim"))
     return lines
 
 

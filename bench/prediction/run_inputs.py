@@ -25,13 +25,13 @@ def build_trace_key(config: RunConfig) -> TraceKey:
         micro_batches=min(config.gradient_accumulation, 2),
         device=config.hardware.torch_device,
         compile=config.compile,
-        widens_outputs=config.strategy.casts_outputs_to_fp32(config.precision),
+        widens_outputs=config.strategy.casts_outputs_to_fp32(precision),
         split=config.strategy.build_tensor_parallel_split(),
         autocast_caches=config.strategy.has_autocast_cache or not has_autocast,
         loss_chunks=config.loss_chunks,
         activation_offload=config.activation_offload,
-        shards_fp32_separately=config.precision.scales_loss
-        and not config.strategy.uses_autocast(config.precision)
+        shards_fp32_separately=precision.scales_loss
+        and not config.strategy.uses_autocast(precision)
         and config.strategy.shards_fp32_layers_separately,
         shards_trained_separately=config.strategy.shards_trained_layers_separately and config.finetune.name != "full",
         shards_experts_separately=config.strategy.shards_experts_separately and config.strategy.timetable is None,

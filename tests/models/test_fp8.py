@@ -216,7 +216,8 @@ def test_without_torchao_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         (
             ("precision=fp8", "strategy=deepspeed"),
             ImpossibleError,
-            r"precision=fp8 .*=deepspeed: choose bf16, or strategy ddp, fsdp, fsdp1, mesh, .* or zero1\.",
+            r"precision=fp8 .*=deepspeed: choose bf16, or strategy ddp, fsdp, fsdp1, mesh, pipeline, single, "
+            r"tensor_parallel or zero1\.",
         ),
         (("precision=fp8", "strategy=data_parallel", "hardware=h100_80gb", "gpus=2"), ImpossibleError, r"choose bf16"),
         (("precision=fp8", "precision.compute=fp32"), UsageError, r"precision.compute=fp32 .* choose bf16"),

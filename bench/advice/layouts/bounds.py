@@ -14,11 +14,12 @@ Why each holds, against the predictor (`LayoutBounder` has a line for each):
 * Data parallelism. Stages reduce shards of gradients after the last backward; ZeRO-1 broadcasts what each rank has
   updated; FSDP without a pipeline gathers every parameter for each micro-batch, once, or twice where it reshards: if
   that takes longer than all else, the step takes as long.
-* Memory. Parameters, gradients and states of the optimizer are all there when backward is over. Before, as the backward
-  of a later micro-batch begins, gradients of earlier ones are there, under FSDP whole ones, and gathered parameters
-  where they are not resharded. What blocks keep for backward is divided by no more than tensor x context, and kept of
-  as many micro-batches as the schedule's own order has in flight. Stages have a buffer for what they exchange of each
-  micro-batch, and schedules other than 1F1B hold what they have sent until the step is over.
+* Memory. Parameters, gradients and states of the optimizer are all there when backward is over. Before, as the
+  backward of a later micro-batch begins, gradients of earlier ones are there, under FSDP whole ones unless they are
+  reduced after every micro-batch, and gathered parameters where they are not resharded. What blocks keep for backward
+  is divided by no more than tensor x context, and kept of as many micro-batches as the schedule's own order has in
+  flight. Stages have a buffer for what they exchange of each micro-batch, and schedules other than 1F1B hold what they
+  have sent until the step is over.
 """
 
 from __future__ import annotations

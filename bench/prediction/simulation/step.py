@@ -245,10 +245,8 @@ def build_first_device_segments(
     extra_bytes = extra_lasting_bytes = 0.0
     for segment, batch_segment in zip(device_segments, batch_segments, strict=True):
         if segment.place == LOSS_PLACE:
-            extra_bytes += _sum_over_chunks(batch_segment, "net_bytes") - _sum_over_chunks(segment, "net_bytes")
-            extra_lasting_bytes += _sum_over_chunks(batch_segment, "lasting_net_bytes") - _sum_over_chunks(
-                segment, "lasting_net_bytes"
-            )
+            extra_bytes += batch_segment.net_bytes - segment.net_bytes
+            extra_lasting_bytes += batch_segment.lasting_bytes - segment.lasting_bytes
             first_device_segments.append(batch_segment)
         elif segment.phase == "backward" and extra_bytes:
             # The gradient of all outputs goes when the model's last layer has used its part of it.
@@ -275,11 +273,7 @@ def build_other_device_segments(device_segments: Sequence[SegmentAtBatch]) -> tu
     return tuple(
         dataclasses.replace(
             segment,
-            chunks=(
-                _build_memory_chunk(
-                    _sum_over_chunks(segment, "net_bytes"), _sum_over_chunks(segment, "lasting_net_bytes")
-                ),
-            ),
+            chunks=(_build_memory_chunk(segment.net_bytes, segment.lasting_bytes),),
         )
         if segment.place == LOSS_PLACE
         else segment
@@ -299,7 +293,3 @@ def _build_memory_chunk(net_bytes: float, lasting_net_bytes: float) -> Chunk:
         num_kernels=0,
         completed_gradient=None,
     )
-
-
-def _sum_over_chunks(segment: SegmentAtBatch, field_name: str) -> float:
-    return sum(float(getattr(chunk, field_name)) for chunk in segment.chunks)

@@ -120,6 +120,11 @@ class SegmentAtBatch:
         return tuple(self.chunks[start:end] for start, end in itertools.pairwise([0, *ends, len(self.chunks)]))
 
     @functools.cached_property
+    def net_bytes(self) -> float:
+        """Bytes held more when the segment is over than at its beginning."""
+        return sum(chunk.net_bytes for chunk in self.chunks)
+
+    @functools.cached_property
     def lasting_bytes(self) -> float:
         """Bytes of what stays when the segment is over, less what it freed of earlier ones."""
         return sum(chunk.lasting_net_bytes for chunk in self.chunks)
