@@ -45,6 +45,10 @@ FORKSERVER_MODULES = (
 )
 """What the forkserver imports: touches no device."""
 
+# A forked child never destroys the garbage of its parent: a process group's destructor, for one, waits for threads
+# that only the parent has.
+os.register_at_fork(after_in_child=gc.freeze)
+
 
 @functools.cache
 def can_reach_gpus() -> bool:

@@ -316,3 +316,30 @@ def test_a_worker_computes_where_its_parent_did_so_with_threads() -> None:
         [sys.executable, "-c", USE_THREADS_THEN_FORK], cwd=ROOT, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
+
+
+DISCARD_PROCESS_GROUP_THEN_FORK = """
+import gc, os, types
+import torch
+import torch.distributed as dist
+from bench.core import processes
+
+gc.disable()
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+discarded = types.SimpleNamespace(group=dist.group.WORLD)
+discarded.itself = discarded
+dist.all_reduce(torch.ones(4))
+dist.destroy_process_group()
+del discarded
+with processes.open_worker_pool(1) as pool:
+    pool.submit(gc.collect).result(timeout=60)
+assert gc.collect(), "there was nothing to destroy"
+"""
+
+
+def test_a_worker_leaves_alone_what_its_parent_discarded() -> None:
+    """The destructor of gloo's process group would wait there forever for threads that the parent has."""
+    done = subprocess.run(
+        [sys.executable, "-c", DISCARD_PROCESS_GROUP_THEN_FORK], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
