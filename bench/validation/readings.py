@@ -16,6 +16,7 @@ from bench.config.run_config import RunConfig, build_run_config
 from bench.core.errors import UsageError
 from bench.core.option_files import find_option_file
 from bench.records.published import PublishedLine
+from bench.strategies.pipeline.balance import find_balance
 from bench.validation.mesh_words import MicroBatches, choose_layout_words, count_ranks_per_copy, plan_micro_batches
 from bench.validation.metrics import METRICS, OOM_PATTERN, Quantity, read_quantity
 from bench.validation.model_words import read_model
@@ -248,6 +249,8 @@ def _read_words(line: PublishedLine, knowledge: SourceKnowledge) -> tuple[Overri
     micro_batches = None
     if settings["strategy"] == "mesh":
         settings |= _format_settings(knowledge.mesh)
+        if knowledge.balances_stages and "strategy.pipeline" in settings:
+            settings["strategy.last_stage_less_blocks"] = str(_find_balance(settings))
         micro_batches = _read_micro_batches(line, settings, knowledge)
     else:
         settings |= _read_batch(line, settings, knowledge, assumptions)
@@ -272,6 +275,13 @@ def _fuse_float8(settings: dict[str, str]) -> list[str]:
         return []
     settings["compile"] = "true"
     return ["scaling and rounding to FP8 is fused, as by torch's compiler"]
+
+
+def _find_balance(settings: Mapping[str, str]) -> int:
+    of_model = {key: value for key, value in settings.items() if key.startswith("model") or key == "sequence_length"}
+    config = build_published_config(_order_settings(of_model))
+    stages = int(settings["strategy.pipeline"]) * int(settings.get("strategy.virtual_stages", "1"))
+    return find_balance(config.model, config.sequence_length, stages)
 
 
 def _format_settings(settings: Mapping[str, Any]) -> dict[str, str]:

@@ -9,6 +9,7 @@ An entry, and each of its rules, may have these keys:
   configuration are apart, as a share, by their authors' own words: such rows fit no intervals.
 * ``state_bytes``: of rows that are a mesh, bytes of parameters, gradients and what of the optimizer is not divided, and
   bytes of what is, each per parameter: see `bench.validation.other_software`.
+* ``balances_stages: true``: the last stage has fewer blocks, for its head over the vocabulary.
 * ``waits_for_sends: true``: stages of a pipeline compute nothing while they send and receive.
 * ``receives_in_turn: true``: they have one buffer to receive in, as all of those with ``state_bytes`` have.
 * ``torch_version`` (with ``torch_source``): of rows whose own column does not say.
@@ -65,6 +66,7 @@ class SourceKnowledge:
     micro_batch: int | None = None
     global_batch: int | None = None
     state_bytes: tuple[float, float] | None = None
+    balances_stages: bool = False
     waits_for_sends: bool = False
     receives_in_turn: bool = False
     frees_by_hand: bool = False

@@ -152,6 +152,18 @@ WAYS: dict[str, tuple[str, tuple[str, ...], dict[str, tuple[str, ...]], float]] 
         },
         1e-5,
     ),
+    "stages": (
+        "llama",
+        ("model.num_layers=6",),
+        {
+            "pp2-tp2+1f1b+sequence": (TENSOR, PIPELINE, "strategy.last_stage_less_blocks=2"),
+            "pp2-fsdp2+interleaved_1f1b": (
+                *(PIPELINE, "strategy.schedule=interleaved_1f1b"),
+                *("strategy.first_stage_less_blocks=1", "strategy.last_stage_less_blocks=1"),
+            ),
+        },
+        1e-5,
+    ),
     "selective": ("gpt", ("activation_checkpointing=selective",), CHECKPOINTED, 1e-5),
     "operators": ("moe", ("activation_checkpointing=operators",), {"ep2-tp2+sequence": (TENSOR, EXPERT)}, 1e-5),
     "every_2": ("llama", ("activation_checkpointing=every_2",), CHECKPOINTED, 1e-5),

@@ -13,9 +13,9 @@ import torch
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from bench.config.run_config import RunConfig
+from bench.config.run_id import get_added_strategy_knobs
 from bench.core.errors import ImpossibleError, UsageError
 from bench.models import Batch
-from bench.models.division import split_blocks_into_stages
 from bench.models.materialize import Materializer
 from bench.models.t5 import T5Family
 from bench.planning.batch_search import choose_next_batch_size
@@ -84,7 +84,7 @@ PARITY = {
     "llama": (
         WINDOWED,
         {
-            "pipeline/1f1b": (*PIPELINE, *FOUR),
+            "pipeline/1f1b": (*PIPELINE, *FOUR, "strategy.first_stage_less_blocks=1"),
             "pipeline/interleaved_1f1b+fsdp": (*PIPELINE, *PAIRS, *FSDP, "strategy.schedule=interleaved_1f1b"),
         },
     ),
@@ -93,7 +93,7 @@ PARITY = {
         GPT,
         {
             "pipeline/1f1b": (*PIPELINE, *FOUR),
-            "pipeline/1f1b+ddp": (*PIPELINE, *PAIRS),
+            "pipeline/1f1b+ddp": (*PIPELINE, *PAIRS, "strategy.last_stage_less_blocks=2"),
             "pipeline/interleaved_1f1b": (*PIPELINE, *TWO, "strategy.schedule=interleaved_1f1b"),
             "naive_pipeline": ("strategy=naive_pipeline", *FOUR),
         },
@@ -147,11 +147,27 @@ def test_narrow_formats_checkpointing_and_the_first_stage_alone(execute: Execute
 # Stages
 
 
+def split_blocks(blocks: int, stages: int, *less_blocks: int) -> list[range]:
+    return Timetable("1f1b", stages, 1, stages, *less_blocks).split_blocks(blocks)
+
+
 @pytest.mark.parametrize(
-    ("blocks", "stages", "counts"), [(4, 4, [1, 1, 1, 1]), (10, 4, [2, 3, 3, 2]), (7, 4, [2, 2, 2, 1]), (3, 2, [2, 1])]
+    ("blocks", "stages", "less_blocks", "counts"),
+    [
+        (4, 4, (), [1, 1, 1, 1]),
+        (10, 4, (), [2, 3, 3, 2]),
+        (7, 4, (), [2, 2, 2, 1]),
+        (3, 2, (), [2, 1]),
+        (10, 4, (0, 2), [3, 3, 3, 1]),
+        (126, 16, (1, 1), [7, *[8] * 14, 7]),  # Llama 3 405B
+        (11, 4, (0, 2), [3, 4, 3, 1]),
+        (5, 1, (1, 2), [5]),
+    ],
 )
-def test_stages_have_as_many_blocks_but_for_one(blocks: int, stages: int, counts: list[int]) -> None:
-    spans = split_blocks_into_stages(blocks, stages)
+def test_stages_have_as_many_blocks_but_for_one_and_what_is_taken_off(
+    blocks: int, stages: int, less_blocks: tuple[int, ...], counts: list[int]
+) -> None:
+    spans = split_blocks(blocks, stages, *less_blocks)
     assert [len(span) for span in spans] == counts
     assert [block for span in spans for block in span] == list(range(blocks))
 
@@ -167,7 +183,7 @@ def test_stages_one_after_the_other_are_the_model(overrides: tuple[str, ...], st
     model = family.build_model()
     materializer = Materializer(model, family, torch.device("cpu"), seed=1)
     assert family.num_blocks is not None
-    spans = split_blocks_into_stages(family.num_blocks, stages)
+    spans = split_blocks(family.num_blocks, stages)
     handed: Any = ()
     for span, stage in [(span, family.build_stage(model, span)) for span in spans]:
         materializer.build_for_part(stage).fill_model(stage)
@@ -181,9 +197,7 @@ def test_what_several_stages_have_is_known_by_its_name() -> None:
     family = compose_run_config(*SMALL_T5).model
     model = family.build_model()
     materializer = Materializer(model, family, torch.device("cpu"), seed=0)
-    names = [
-        materializer.list_parameter_names(family.build_stage(model, span)) for span in split_blocks_into_stages(4, 4)
-    ]
+    names = [materializer.list_parameter_names(family.build_stage(model, span)) for span in split_blocks(4, 4)]
     bias = "block.0.layer.0.SelfAttention.relative_attention_bias.weight"
     # The embedding of encoder and decoder is the head; the tables of position biases are each list's own.
     assert find_tied_parameters(names) == {
@@ -458,8 +472,9 @@ def test_bubbles_measured_on_a_machine_of_their_own_are_the_predicted_ones() -> 
 
 
 def knobs(config: Mapping[str, Any]) -> str:
-    """What runs of one sweep differ in."""
-    return repr(sorted(config["strategy"].items()))
+    """What runs of one sweep differ in; older rows do not have all knobs."""
+    strategy = config["strategy"]
+    return repr(sorted({**get_added_strategy_knobs(strategy), **strategy}.items()))
 
 
 @pytest.mark.slow
@@ -527,6 +542,11 @@ REFUSED = [
         r"micro_batches=5 is not valid: choose 4 or 6, say, for micro_batches // 2 rounds of equal size: .*=interl",
     ),
     (("strategy.schedule=zero_bubble",), r"strategy.schedule=zero_bubble is not valid: choose gpipe, 1f1b, inter"),
+    (
+        ("strategy.stages=2", "strategy.last_stage_less_blocks=3"),
+        r"strategy.last_stage_less_blocks=3 is not valid: choose at most 2, .* one of the model's 4 blocks in 2 stages",
+    ),
+    (("strategy.first_stage_less_blocks=1",), r"strategy.first_stage_less_blocks=1 is not valid: choose at most 0, "),
     (("strategy.virtual_stages=2",), r"virtual_stages=2 is not valid: choose 1, or strategy.schedule=interleaved_1f1b"),
     (
         ("strategy.stages=2", "strategy.schedule=interleaved_1f1b", "strategy.virtual_stages=1"),

@@ -11,12 +11,12 @@ import torch
 from bench.config.compose import compose_config
 from bench.config.run_config import RunConfig, build_run_config
 from bench.core.errors import ImpossibleError
-from bench.models.division import split_blocks_into_stages
 from bench.prediction.pipeline.stages import arrange_stage
 from bench.prediction.run_inputs import build_trace_key
 from bench.prediction.simulation.parameter_layout import build_parameter_layout
 from bench.prediction.trace.stage_trace import StageTraceKey, list_stage_blocks, shorten_stage_blocks
 from bench.strategies.base import Strategy
+from bench.strategies.pipeline.schedule import Timetable
 from bench.strategies.step_plan import (
     GRADIENTS_HANDLED_ONE_BY_ONE,
     GRADIENTS_KEPT,
@@ -229,7 +229,7 @@ def test_parameters_are_known_in_the_order_of_the_model(model, together, apart):
 @pytest.mark.parametrize("model", DEEP)
 def test_a_stages_parameters_are_known_in_the_order_of_its_module(model, stage):
     run = config(model=model, strategy="pipeline", gpus=2, **DEEP[model])
-    cuts = split_blocks_into_stages(run.model.num_blocks or 0, 2)
+    cuts = Timetable("1f1b", 2, 1, 2).split_blocks(run.model.num_blocks or 0)
     parts = list_stage_blocks(build_parameter_layout(run.model, 1, False).block_counts, cuts[stage])
     units, _ = arrange_stage(
         stage,

@@ -117,7 +117,7 @@ class LayoutBounder:
         busy_s = shared_s * ROUNDING_SHARE if computed_s is None else computed_s
         busy_s += layout.micro_batches * self._compute_exchange_s(layout)
         num_blocks = self.question.model.num_blocks or 1
-        if layout.virtual_stages == 1:
+        if layout.virtual_stages == 1 and layout.last_stage_less_blocks == 0:
             blocks_of_largest_stage = -(-num_blocks // layout.pipeline)
             stages_share = blocks_of_largest_stage * layout.pipeline / num_blocks
         else:
@@ -155,9 +155,10 @@ class LayoutBounder:
             return gradients + kept + KEPT_SHARE * layout.micro_batch * reference.logits_bytes / divided
         assert layout.schedule is not None
         num_blocks = self.question.model.num_blocks or 1
-        kept_by_stage = kept * (num_blocks // (layout.pipeline * layout.virtual_stages)) / num_blocks
-        boundary = self._compute_boundary_bytes(layout)
         timetable = (layout.schedule, layout.pipeline, layout.virtual_stages, layout.micro_batches)
+        stages = Timetable(*timetable, last_stage_less_blocks=layout.last_stage_less_blocks).split_blocks(num_blocks)
+        kept_by_stage = kept * min(map(len, stages)) / num_blocks
+        boundary = self._compute_boundary_bytes(layout)
         return max(
             float((kept_by_stage * held.passes + boundary * held.sent + gradients * held.gradients).max())
             + boundary * held.received

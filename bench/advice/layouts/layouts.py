@@ -13,6 +13,7 @@ from bench.config.grid import RunSettings
 from bench.config.run_config import RunConfig
 from bench.models import Family
 from bench.strategies.mesh.model import DDP_KIND, FSDP_KIND, ZERO1_KIND
+from bench.strategies.pipeline.balance import find_balance
 from bench.strategies.pipeline.schedule import INTERLEAVED, ONE_F_ONE_B, ZERO_BUBBLE_V
 
 MICRO_BATCH_SIZES = (1, 2, 4)
@@ -70,6 +71,8 @@ class Layout:
     """Sequences that one copy of the model takes at a time."""
     micro_batches: int
     """Of one copy, in a step."""
+    last_stage_less_blocks: int
+    """Blocks that the last stage has less than others."""
     checkpointing: str
     synchronizes: bool = False
     """Gradients are reduced after every micro-batch, so that none is whole any longer; only with FSDP and without a
@@ -115,14 +118,17 @@ class Layout:
             settings |= {"strategy.schedule": self.schedule, "strategy.micro_batches": str(self.micro_batches)}
             if self.virtual_stages > 1:
                 settings["strategy.virtual_stages"] = str(self.virtual_stages)
+            if self.last_stage_less_blocks:
+                settings["strategy.last_stage_less_blocks"] = str(self.last_stage_less_blocks)
         settings |= {"activation_checkpointing": self.checkpointing, "batch_size_per_gpu": str(batch)}
         return settings
 
 
 def list_layouts(question: LayoutQuestion) -> Iterator[Layout]:
     """Every layout that divides more than parameters: tensor parallelism within a node, pipelines of powers of two and
-    of divisors of the blocks, context parallelism of long sequences, expert parallelism of mixtures of experts, with
-    each kind of data parallelism and mode of checkpointing."""
+    of divisors of the blocks, with as many blocks in each stage and with fewer in the last one for its head, context
+    parallelism of long sequences, expert parallelism of mixtures of experts, with each kind of data parallelism and
+    mode of checkpointing."""
     for tensor, pipeline, context, expert in _list_degrees(question):
         copies_by_expert = question.gpus // (tensor * pipeline * context * expert)
         copies = copies_by_expert * expert
@@ -139,9 +145,12 @@ def list_layouts(question: LayoutQuestion) -> Iterator[Layout]:
             for schedule, virtual_stages in schedules:
                 for data, shards, reshards in _list_data(question, tensor, pipeline, context, expert, schedule):
                     accumulates_shards = data == FSDP_KIND and pipeline == 1 and num_micro_batches > 1
-                    for checkpointing, synchronizes in itertools.product(
+                    for checkpointing, synchronizes, less_blocks in itertools.product(
                         question.checkpointing_modes,
                         _list_synchronizations(question) if accumulates_shards else (False,),
+                        dict.fromkeys(
+                            (0, find_balance(question.model, question.sequence_length, pipeline * virtual_stages))
+                        ),
                     ):
                         yield Layout(
                             tensor,
@@ -156,6 +165,7 @@ def list_layouts(question: LayoutQuestion) -> Iterator[Layout]:
                             virtual_stages,
                             micro_batch,
                             num_micro_batches,
+                            less_blocks,
                             checkpointing,
                             synchronizes,
                         )

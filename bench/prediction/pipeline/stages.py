@@ -14,7 +14,6 @@ import torch
 from bench.config.run_config import RunConfig
 from bench.models import Family
 from bench.models.checkpointing import BlockPositions
-from bench.models.division import split_blocks_into_stages
 from bench.models.materialize import Materializer
 from bench.optimizers import find_hidden_matrices
 from bench.prediction.cost import rank_speed
@@ -162,16 +161,13 @@ def _count_context_ranks(config: RunConfig) -> int:
 
 def _cut_into_stage_blocks(config: RunConfig, timetable: Timetable) -> list[tuple[StageBlocks, ...]]:
     block_counts = build_parameter_layout(config.model, 1, False).block_counts
-    return [
-        list_stage_blocks(block_counts, blocks)
-        for blocks in split_blocks_into_stages(config.model.num_blocks or 0, timetable.num_stages)
-    ]
+    return [list_stage_blocks(block_counts, blocks) for blocks in timetable.split_blocks(config.model.num_blocks or 0)]
 
 
 def build_pipeline_stages(config: RunConfig, key: TraceKey, timetable: Timetable) -> list[SimulatedPipelineStage]:
     """Every stage of a run."""
     num_sequences = count_sequences(config, timetable)
-    block_ranges = split_blocks_into_stages(config.model.num_blocks or 0, timetable.num_stages)
+    block_ranges = timetable.split_blocks(config.model.num_blocks or 0)
     itemsize = find_handover_dtype(key).itemsize
 
     def compute_handed_bytes(block: int) -> float:
@@ -209,14 +205,14 @@ def build_pipeline_stages(config: RunConfig, key: TraceKey, timetable: Timetable
 
 
 @functools.lru_cache(maxsize=256)
-def find_shared_parameters(family: Family, num_stages: int) -> dict[str, tuple[int, list[int]]]:
+def find_shared_parameters(family: Family, timetable: Timetable) -> dict[str, tuple[int, list[int]]]:
     """Parameters that several stages have, by their names in the whole model: elements, and those stages."""
     model = family.build_model()
     numels = {name: parameter.numel() for name, parameter in model.named_parameters()}
     materializer = Materializer(model, family, torch.device("meta"), seed=0)
     parameter_names = [
         materializer.list_parameter_names(family.build_stage(model, blocks))
-        for blocks in split_blocks_into_stages(family.num_blocks or 0, num_stages)
+        for blocks in timetable.split_blocks(family.num_blocks or 0)
     ]
     return {name: (numels[name], stages) for name, stages in find_tied_parameters(parameter_names).items()}
 

@@ -289,7 +289,7 @@ def list_tied_all_reduces(config: RunConfig, timetable: Timetable, num_parts: in
         Ranks that what is tied, such as the table of embeddings, is divided over by tensor parallelism and FSDP.
     """
     tied_all_reduces = []
-    for numel, stages in find_shared_parameters(config.model, timetable.num_stages).values():
+    for numel, stages in find_shared_parameters(config.model, timetable).values():
         ranks = tuple(sorted({timetable.find_rank_of_stage(stage) for stage in stages}))
         if len(ranks) == 1:
             continue

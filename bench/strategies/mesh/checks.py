@@ -12,7 +12,7 @@ from bench.strategies.base import StepSettings
 from bench.strategies.mesh.context import ALL_TO_ALL
 from bench.strategies.mesh.layout import CONTEXT, EXPERT, PIPELINE, SHARDS, TENSOR
 from bench.strategies.pipeline.schedule import SPLIT_BACKWARD_SCHEDULES
-from bench.strategies.pipeline.schedule_checks import check_schedule
+from bench.strategies.pipeline.schedule_checks import check_schedule, check_stage_blocks
 from bench.strategies.requirements import list_divisors, require_stored_reduce_dtype
 
 if TYPE_CHECKING:
@@ -170,6 +170,7 @@ def _check_stages(strategy: MeshStrategy, family: Family, batch_size_per_gpu: in
             f"model={family.name}, which has {family.num_blocks} blocks: choose strategy.pipeline and "
             f"strategy.virtual_stages whose product is at most {family.num_blocks}."
         )
+    check_stage_blocks(timetable, family.num_blocks)
     sharing = strategy.layout.get_degree(TENSOR, PIPELINE, CONTEXT) // strategy.num_ranks_per_batch
     noun = "ranks" if strategy.num_ranks_per_batch == 1 else f"groups of {strategy.num_ranks_per_batch} ranks"
     sequences = batch_size_per_gpu * sharing

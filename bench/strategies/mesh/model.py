@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from bench.models import Batch
-from bench.models.division import split_blocks_into_stages
 from bench.strategies.base import WrapContext
 from bench.strategies.ddp import KEEP_BUFFERS
 from bench.strategies.mesh.context import ContextSplit
@@ -92,8 +91,7 @@ def _build_stages(
     """The stages of this rank. Between stages hidden states are whole, also where layers divide them."""
     family, mesh = context.family, divided.mesh
     assert family.num_blocks is not None
-    block_ranges = split_blocks_into_stages(family.num_blocks, timetable.num_stages)
-    stages = [family.build_stage(model, blocks) for blocks in block_ranges]
+    stages = [family.build_stage(model, blocks) for blocks in timetable.split_blocks(family.num_blocks)]
     parameter_names = [context.materializer.list_parameter_names(stage) for stage in stages]
     pipeline_mesh = mesh.get_mesh(PIPELINE)
     assert pipeline_mesh is not None

@@ -126,6 +126,10 @@ class MeshStrategy(Strategy):
     null is all at once, and `gradient_accumulation` more of the same."""
     virtual_stages: Annotated[int | None, Within(1, 512)]
     """Stages per rank. null: 1 for gpipe and 1f1b, else 2."""
+    first_stage_less_blocks: Annotated[int, Within(0, 512)]
+    """Blocks that the first stage has less than others, for its embeddings."""
+    last_stage_less_blocks: Annotated[int, Within(0, 512)]
+    """Blocks that the last stage has less than others, for its head over the vocabulary."""
     context_form: Annotated[str, OneOf(*CONTEXT_FORMS, "none")]
     """How attention reaches beyond a rank's part of the sequence: ring, all_gather (of keys and values) or all_to_all
     (whole sequences of a part of the heads); none, whatever was asked for, without context parallelism."""
@@ -167,6 +171,8 @@ class MeshStrategy(Strategy):
             schedule=self.schedule if has_pipeline else NO_SCHEDULE,
             micro_batches=(self.micro_batches or default_micro_batches) if has_pipeline else None,
             virtual_stages=virtual_stages if has_pipeline else None,
+            first_stage_less_blocks=self.first_stage_less_blocks if degrees[PIPELINE] > 1 else 0,
+            last_stage_less_blocks=self.last_stage_less_blocks if degrees[PIPELINE] > 1 else 0,
             context_form=self.context_form if degrees[CONTEXT] > 1 else "none",
             sequence_parallel=self.sequence_parallel and has_tensor,
             loss_parallel=self.loss_parallel and has_tensor,
@@ -190,7 +196,14 @@ class MeshStrategy(Strategy):
         if self.micro_batches is None:
             return None
         assert self.virtual_stages is not None
-        return Timetable(self.schedule, self.layout.get_degree(PIPELINE), self.virtual_stages, self.micro_batches)
+        return Timetable(
+            self.schedule,
+            self.layout.get_degree(PIPELINE),
+            self.virtual_stages,
+            self.micro_batches,
+            self.first_stage_less_blocks,
+            self.last_stage_less_blocks,
+        )
 
     def check(self, world_size: int) -> None:
         """What knobs can be asked for together."""

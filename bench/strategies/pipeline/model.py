@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bench.core.precision import Precision
 from bench.models import Batch, Family
-from bench.models.division import PipelineStageModule, split_blocks_into_stages
+from bench.models.division import PipelineStageModule
 from bench.strategies.base import WrapContext
 from bench.strategies.ddp import KEEP_BUFFERS
 from bench.strategies.global_norm import clip_by_global_norm
@@ -126,10 +126,7 @@ def build_pipelined_model(
         context.device.type, (timetable.ranks, num_copies), mesh_dim_names=(PIPELINE_DIM, DATA_PARALLEL_DIM)
     )
     assert context.family.num_blocks is not None
-    stages = [
-        context.family.build_stage(model, blocks)
-        for blocks in split_blocks_into_stages(context.family.num_blocks, timetable.num_stages)
-    ]
+    stages = [context.family.build_stage(model, blocks) for blocks in timetable.split_blocks(context.family.num_blocks)]
     parameter_names = [context.materializer.list_parameter_names(stage) for stage in stages]
     group = mesh[PIPELINE_DIM].get_group()
     rank = mesh.get_local_rank(PIPELINE_DIM)
@@ -288,7 +285,7 @@ class PipelineStepper(Stepper):
     def _build_schedule(self, engine: StepEngine, batch: Batch) -> Any:
         model, timetable = self._model, self._model.timetable
         sequences = batch.labels.shape[0] // timetable.micro_batches
-        blocks = split_blocks_into_stages(model.family.num_blocks or 0, timetable.num_stages)
+        blocks = timetable.split_blocks(model.family.num_blocks or 0)
         length = batch.inputs["input_ids"].shape[1]
 
         def build_example_tensors(stage_index: int) -> tuple[torch.Tensor, ...]:

@@ -58,11 +58,32 @@ class Timetable:
     virtual_stages: int
     """Stages per rank."""
     micro_batches: int
+    first_stage_less_blocks: int = 0
+    """Blocks that the first stage has less than others, since it has the embeddings as well."""
+    last_stage_less_blocks: int = 0
+    """The same of the last stage, which has the head over the vocabulary and the loss."""
 
     @property
     def num_stages(self) -> int:
         """Of one copy of the model."""
         return self.ranks * self.virtual_stages
+
+    def split_blocks(self, num_blocks: int) -> list[range]:
+        """The blocks of each stage, as many in each but for those that the first and last one have less.
+
+        Blocks that are left over go to the stages in the middle first, then to the first one and to the last one.
+        """
+        less_blocks = [0] * self.num_stages
+        less_blocks[0] += self.first_stage_less_blocks
+        less_blocks[-1] += self.last_stage_less_blocks
+        blocks_per_stage, num_left_over = divmod(num_blocks + sum(less_blocks), self.num_stages)
+        stages_by_load = [*range(1, self.num_stages - 1), 0, self.num_stages - 1]
+        counts = [
+            blocks_per_stage + (stage in stages_by_load[:num_left_over]) - less_blocks[stage]
+            for stage in range(self.num_stages)
+        ]
+        starts = [sum(counts[:stage]) for stage in range(self.num_stages)]
+        return [range(start, start + count) for start, count in zip(starts, counts, strict=True)]
 
     def find_stages_of_rank(self, rank: int) -> range:
         """The stages that run on a rank: stage s on rank s modulo `ranks`, or there and back again in a V."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from typing import Any
 
 from bench.core.errors import ImpossibleError, invalid_value_error
 from bench.strategies.pipeline.schedule import (
@@ -38,6 +40,25 @@ def check_schedule(timetable: Timetable) -> None:
         raise _build_micro_batches_error(
             timetable, f"{fewer} or {more}, say, for micro_batches // {ranks} rounds of equal size"
         )
+
+
+def check_stage_blocks(timetable: Timetable, num_blocks: int) -> None:
+    """Raise `ImpossibleError` where the first or the last stage has no block left."""
+    for field, stage in (("first_stage_less_blocks", 0), ("last_stage_less_blocks", -1)):
+
+        def has_blocks(less_blocks: int, field: str = field, stage: int = stage) -> bool:
+            changed: Any = {field: less_blocks}
+            return bool(dataclasses.replace(timetable, **changed).split_blocks(num_blocks)[stage])
+
+        if not has_blocks(getattr(timetable, field)):
+            most = next(less_blocks for less_blocks in itertools.count() if not has_blocks(less_blocks + 1))
+            raise invalid_value_error(
+                f"strategy.{field}",
+                getattr(timetable, field),
+                f"at most {most}, which leaves that stage one of the model's {num_blocks} blocks in "
+                f"{timetable.num_stages} stages",
+                ImpossibleError,
+            )
 
 
 def _check_virtual_stages(timetable: Timetable) -> None:

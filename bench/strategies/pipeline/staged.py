@@ -21,6 +21,7 @@ from bench.strategies.base import StepSettings, Strategy, WrapContext
 from bench.strategies.ddp import DDP_FIRST_STEADY_STEP
 from bench.strategies.pipeline.model import PipelinedModel, PipelineStepper, build_pipelined_model
 from bench.strategies.pipeline.schedule import Timetable
+from bench.strategies.pipeline.schedule_checks import check_stage_blocks
 from bench.strategies.pipeline.step_plans import (
     ReplicatedStagePlan,
     ShardedStagePlan,
@@ -140,6 +141,7 @@ class PipelinedStrategy(Strategy):
                 f"has {family.num_blocks} blocks: choose strategy.stages and virtual stages whose product is at most "
                 f"{family.num_blocks}."
             )
+        check_stage_blocks(timetable, family.num_blocks)
         sequences = self.ranks_per_copy * batch_size_per_gpu
         if sequences % timetable.micro_batches:
             raise invalid_value_error(

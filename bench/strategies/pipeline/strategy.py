@@ -95,6 +95,10 @@ class PipelineStrategy(PipelinedStrategy):
     """gpipe (all forward, then all backward), 1f1b (one forward, one backward) or interleaved_1f1b."""
     virtual_stages: Annotated[int | None, Within(1, 512)]
     """Stages per rank. null: 2 for interleaved_1f1b, else 1."""
+    first_stage_less_blocks: Annotated[int, Within(0, 512)]
+    """Blocks that the first stage has less than others, for its embeddings."""
+    last_stage_less_blocks: Annotated[int, Within(0, 512)]
+    """Blocks that the last stage has less than others, for its head over the vocabulary."""
 
     def resolve(self, world_size: int, ranks_per_node: int, *, accumulates: bool) -> Strategy:
         """As every strategy with stages, and micro-batches and virtual stages as numbers."""
@@ -108,7 +112,14 @@ class PipelineStrategy(PipelinedStrategy):
     def timetable(self) -> Timetable:
         assert self.micro_batches is not None
         assert self.virtual_stages is not None
-        return Timetable(self.schedule, self.ranks_per_copy, self.virtual_stages, self.micro_batches)
+        return Timetable(
+            self.schedule,
+            self.ranks_per_copy,
+            self.virtual_stages,
+            self.micro_batches,
+            self.first_stage_less_blocks,
+            self.last_stage_less_blocks,
+        )
 
     def check(self, world_size: int) -> None:
         """What the schedules can be asked for."""
