@@ -148,9 +148,7 @@ def list_layouts(question: LayoutQuestion) -> Iterator[Layout]:
                     for checkpointing, synchronizes, less_blocks in itertools.product(
                         question.checkpointing_modes,
                         _list_synchronizations(question) if accumulates_shards else (False,),
-                        dict.fromkeys(
-                            (0, find_balance(question.model, question.sequence_length, pipeline * virtual_stages))
-                        ),
+                        _list_stage_balances(question, pipeline * virtual_stages),
                     ):
                         yield Layout(
                             tensor,
@@ -169,6 +167,11 @@ def list_layouts(question: LayoutQuestion) -> Iterator[Layout]:
                             checkpointing,
                             synchronizes,
                         )
+
+
+def _list_stage_balances(question: LayoutQuestion, num_stages: int) -> Sequence[int]:
+    """Blocks less in the last stage: none, and as many as its head takes."""
+    return list(dict.fromkeys((0, find_balance(question.model, question.sequence_length, num_stages))))
 
 
 def _list_synchronizations(question: LayoutQuestion) -> Sequence[bool]:
