@@ -98,6 +98,7 @@ def test_memory_of_a_small_mesh_is_what_is_measured(execute: Execute) -> None:
             "context": (CONTEXT, DDP, "strategy.context_form=all_gather"),
             "pipeline x zero1": ("gpus=4", "model=gpt_tiny", PIPELINE, "strategy.data=zero1"),
             "pipeline": (PIPELINE, "precision=bf16", "batch_size_per_gpu=2", "strategy.micro_batches=4"),
+            "uneven pipeline": (PIPELINE, "model.num_layers=5", "strategy.last_stage_less_blocks=3"),
         }.items()
     }
     check_measured_memory(execute, runs)
