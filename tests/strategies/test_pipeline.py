@@ -663,7 +663,7 @@ def test_gradients_that_several_stages_share_are_reduced_among_all_of_them() -> 
 def test_what_stages_share_is_named_as_the_run_names_it() -> None:
     family = compose_run_config("model=t5_611m").model
     assert isinstance(family, T5Family)
-    shared = find_shared_parameters(family, Timetable("1f1b", 4, 1, 4))
+    shared = find_shared_parameters(family, tuple(split_blocks(family.num_blocks or 0, 4)))
     assert shared["shared.weight"] == (family.vocabulary_size * family.d_model, [0, 2, 3])
     assert len(shared) == 3
 

@@ -10,6 +10,7 @@ import pytest
 from bench.core.errors import ImpossibleError
 from bench.prediction.intervals import LAYOUTS
 from bench.prediction.predictor import predict_runs
+from bench.strategies.pipeline.schedule import Timetable
 from bench.validation.interval_fit import list_residuals, name_row_class
 from bench.validation.layouts import compute_rank_correlation, list_rank_correlations
 from bench.validation.mesh_words import count_ranks_per_copy, plan_micro_batches
@@ -103,6 +104,15 @@ def test_a_pipeline_that_waits_for_its_sends_takes_longer_by_them() -> None:
     assert score(waiting).predicted_value == pytest.approx(score(reading).predicted_value + waited_s)
     twice = dataclasses.replace(reading.micro_batches, count=2 * reading.micro_batches.count)
     assert compute_waited_seconds(reading.config, twice) == pytest.approx(2 * waited_s)
+
+
+def test_stages_of_software_that_balances_them_are_read_so() -> None:
+    """nanotron's best configuration of its smallest model: a head that takes as long as three of 16 blocks."""
+    reading = read(
+        **{"source_key": "nanotron_best_configs", "model": "Llama-style 1.34B", "parameters": "1.34B", "gpu": "H100"},
+        **{"sharding": "DP4 TP1 PP2 ZeRO-1", "sequence_length": "4096", "note": "global batch 256 sequences"},
+    )
+    assert reading.config.strategy.timetable == Timetable("1f1b", 2, 1, 2, last_stage_less_blocks=3)
 
 
 def test_states_of_a_stage_are_divided_and_its_parameters_are_not() -> None:

@@ -31,6 +31,9 @@ MIN_CONTEXT_TOKENS = 8192
 MAX_PIPELINE, MAX_EXPERT = 64, 64
 """Degrees searched, at most."""
 
+MIN_BALANCE_GAIN = 0.05
+"""Share by which the stage that computes longest must get shorter for a last stage with fewer blocks to be searched."""
+
 DATA_KINDS = (FSDP_KIND, ZERO1_KIND, DDP_KIND)
 
 
@@ -170,8 +173,9 @@ def list_layouts(question: LayoutQuestion) -> Iterator[Layout]:
 
 
 def _list_stage_balances(question: LayoutQuestion, num_stages: int) -> Sequence[int]:
-    """Blocks less in the last stage: none, and as many as its head takes."""
-    return list(dict.fromkeys((0, find_balance(question.model, question.sequence_length, num_stages))))
+    """Blocks less in the last stage: none, and as many as its head takes, if that helps."""
+    balance = find_balance(question.model, question.sequence_length, num_stages, MIN_BALANCE_GAIN)
+    return list(dict.fromkeys((0, balance)))
 
 
 def _list_synchronizations(question: LayoutQuestion) -> Sequence[bool]:

@@ -205,15 +205,12 @@ def build_pipeline_stages(config: RunConfig, key: TraceKey, timetable: Timetable
 
 
 @functools.lru_cache(maxsize=256)
-def find_shared_parameters(family: Family, timetable: Timetable) -> dict[str, tuple[int, list[int]]]:
+def find_shared_parameters(family: Family, stage_blocks: tuple[range, ...]) -> dict[str, tuple[int, list[int]]]:
     """Parameters that several stages have, by their names in the whole model: elements, and those stages."""
     model = family.build_model()
     numels = {name: parameter.numel() for name, parameter in model.named_parameters()}
     materializer = Materializer(model, family, torch.device("meta"), seed=0)
-    parameter_names = [
-        materializer.list_parameter_names(family.build_stage(model, blocks))
-        for blocks in timetable.split_blocks(family.num_blocks or 0)
-    ]
+    parameter_names = [materializer.list_parameter_names(family.build_stage(model, blocks)) for blocks in stage_blocks]
     return {name: (numels[name], stages) for name, stages in find_tied_parameters(parameter_names).items()}
 
 

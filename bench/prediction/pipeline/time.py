@@ -289,7 +289,8 @@ def list_tied_all_reduces(config: RunConfig, timetable: Timetable, num_parts: in
         Ranks that what is tied, such as the table of embeddings, is divided over by tensor parallelism and FSDP.
     """
     tied_all_reduces = []
-    for numel, stages in find_shared_parameters(config.model, timetable).values():
+    stage_blocks = tuple(timetable.split_blocks(config.model.num_blocks or 0))
+    for numel, stages in find_shared_parameters(config.model, stage_blocks).values():
         ranks = tuple(sorted({timetable.find_rank_of_stage(stage) for stage in stages}))
         if len(ranks) == 1:
             continue

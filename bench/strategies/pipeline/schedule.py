@@ -10,6 +10,7 @@ arXiv:2412.19437).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -82,8 +83,8 @@ class Timetable:
             blocks_per_stage + (stage in stages_by_load[:num_left_over]) - less_blocks[stage]
             for stage in range(self.num_stages)
         ]
-        starts = [sum(counts[:stage]) for stage in range(self.num_stages)]
-        return [range(start, start + count) for start, count in zip(starts, counts, strict=True)]
+        bounds = itertools.accumulate(counts, initial=0)
+        return [range(start, end) for start, end in itertools.pairwise(bounds)]
 
     def find_stages_of_rank(self, rank: int) -> range:
         """The stages that run on a rank: stage s on rank s modulo `ranks`, or there and back again in a V."""
