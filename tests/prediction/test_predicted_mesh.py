@@ -52,6 +52,7 @@ LAYOUTS = {
     "tensor x context x ddp": (TENSOR, CONTEXT, DDP),
     "pipeline x context x fsdp": (PIPELINE, CONTEXT),
     "tensor x fsdp, gradients reduced often": (TENSOR, "gradient_accumulation=3", "gradient_accumulation_sync=true"),
+    "tensor x fsdp, whole gradients": (TENSOR, "gradient_accumulation=3"),
 }
 LAYOUTS_WITH_EXPERTS = {
     "expert x fsdp": (EXPERT,),
@@ -98,6 +99,7 @@ def test_memory_of_a_small_mesh_is_what_is_measured(execute: Execute) -> None:
             "context": (CONTEXT, DDP, "strategy.context_form=all_gather"),
             "pipeline x zero1": ("gpus=4", "model=gpt_tiny", PIPELINE, "strategy.data=zero1"),
             "pipeline": (PIPELINE, "precision=bf16", "batch_size_per_gpu=2", "strategy.micro_batches=4"),
+            "tensor x fsdp": ("gpus=4", TENSOR, "gradient_accumulation=2"),
             "uneven pipeline": (PIPELINE, "model.num_layers=5", "strategy.last_stage_less_blocks=3"),
         }.items()
     }

@@ -13,15 +13,17 @@ from torch.distributed.tensor import DTensor
 
 from bench.core.errors import ImpossibleError
 from bench.models.division import LayerDivision
+from bench.models.materialize import Materializer
 from bench.prediction.cost.collectives import CollectiveGroup, compute_collective_seconds
 from bench.prediction.cost.rank_speed import build_collective_group
 from bench.prediction.predictor import predict_run
 from bench.prediction.run_inputs import build_trace_key
 from bench.prediction.simulation.parameter_layout import build_parameter_layout
+from bench.prediction.trace.fake_process_group import split_model
 from bench.prediction.trace.trace import TraceKey
 from bench.prediction.trace.trace_recorder import trace_step
 from bench.strategies.step_plan import REPLICA_GROUP, SHARD_GROUP, TENSOR_GROUP, WORLD_GROUP
-from bench.strategies.tensor_parallel.split import TensorParallelSplit
+from bench.strategies.tensor_parallel.split import TensorParallelSplit, find_whole_gradients
 from tests.conftest import SMALL_GPT, SMALL_LLAMA, SMALL_MOE, SMALL_T5, compose_run_config
 
 Execute = Callable[..., list[dict[str, Any]]]
@@ -271,3 +273,24 @@ def test_a_model_is_as_it_was_after_it_has_been_traced() -> None:
     assert sys.excepthook is excepthook
     assert not torch.distributed.is_initialized()
     assert torch.ops.aten._log_softmax.default not in DTensor._op_dispatcher._custom_op_handlers
+
+
+@pytest.mark.parametrize("tie", [True, False])
+def test_which_gradients_torch_leaves_whole_is_known(tie: bool) -> None:
+    """Of a table of embeddings that is divided, unless the head divides it: as a backward with DTensors shows."""
+    config = compose_run_config(*SMALL_LLAMA, f"model.tie_embeddings={str(tie).lower()}")
+    model = config.model.build_model()
+    Materializer(model, config.model, torch.device("cpu"), seed=1).fill_model(model)
+    split = TensorParallelSplit(2, sequence_parallel=True, keeps_dtensors=True)
+    with split_model(split, config.model, model):
+        batch = config.model.build_batch(1, 32, torch.Generator().manual_seed(0))
+        model(**batch.inputs)["logits"].sum().backward()
+        whole = {
+            id(parameter): parameter.grad.to_local().numel()
+            for parameter in model.parameters()
+            if isinstance(parameter, DTensor)
+            and isinstance(parameter.grad, DTensor)
+            and parameter.grad.to_local().numel() > parameter.to_local().numel()
+        }
+        assert find_whole_gradients(model) == whole
+        assert len(whole) == (0 if tie else 1)

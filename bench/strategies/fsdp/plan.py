@@ -179,7 +179,7 @@ class FSDP2Plan(ShardedPlan):
 
     def compute_gradient_bytes(self, parameter: ParameterSpec) -> int:
         """In the format it is computed in."""
-        return parameter.numel * self.inputs.find_compute_itemsize(parameter)
+        return parameter.gradient_numel * self.inputs.find_compute_itemsize(parameter)
 
     def choose_gradient_handling(self, unit: ShardingUnit) -> str:
         """Whole until the unit's backward is over."""
@@ -195,6 +195,8 @@ class FSDP2Plan(ShardedPlan):
         is_accumulated = unit.index in self._accumulated_units and self._reduces_in_other_dtype(unit)
         if is_accumulated:
             self._accumulate_gradients(device, unit)
+        if self._synchronize:
+            self._divide_gradients(device, unit, is_accumulated=is_accumulated)
         self._reshard_unit(device, unit)
         if not self._synchronize:
             if self._reduces_in_other_dtype(unit) and not is_accumulated:
@@ -256,7 +258,7 @@ class FSDP2Plan(ShardedPlan):
         """Without communication whole gradients stay, in the format they will be reduced in: one after the other."""
         cast_bytes = 0
         for parameter in unit.trained_parameters:
-            cast_bytes += parameter.numel * self.inputs.reduce_itemsize
+            cast_bytes += parameter.gradient_numel * self.inputs.reduce_itemsize
             device.allocate(f"accumulated {unit.index}", cast_bytes, GRADIENT_MEMORY)
             device.grow_allocation(name_unit_gradients(unit), -self.compute_gradient_bytes(parameter), GRADIENT_MEMORY)
         device.free(name_unit_gradients(unit))
@@ -265,10 +267,19 @@ class FSDP2Plan(ShardedPlan):
         """Gradients are added to those that stayed, one after the other, which a CPU converts first."""
         for parameter in unit.trained_parameters:
             if self.inputs.is_on_cpu:
-                device.allocate("converted", parameter.numel * self.inputs.reduce_itemsize, GRADIENT_MEMORY)
+                device.allocate("converted", parameter.gradient_numel * self.inputs.reduce_itemsize, GRADIENT_MEMORY)
                 device.free("converted")
             device.grow_allocation(name_unit_gradients(unit), -self.compute_gradient_bytes(parameter), GRADIENT_MEMORY)
         device.free(name_unit_gradients(unit))
+
+    def _divide_gradients(self, device: PlanDevice, unit: ShardingUnit, *, is_accumulated: bool) -> None:
+        """Of gradients that are whole where a rank has a part of the parameter, that part alone is reduced."""
+        name = f"accumulated {unit.index}" if is_accumulated else name_unit_gradients(unit)
+        itemsize = self.inputs.reduce_itemsize if is_accumulated else self._find_compute_itemsize(unit)
+        for parameter in unit.trained_parameters:
+            if parameter.whole_gradient_numel is not None:
+                device.grow_allocation(name, parameter.numel * itemsize, GRADIENT_MEMORY)
+                device.grow_allocation(name, -parameter.whole_gradient_numel * itemsize, GRADIENT_MEMORY)
 
     def _free_gradients(self, device: PlanDevice, unit: ShardingUnit) -> None:
         device.free(name_unit_gradients(unit))

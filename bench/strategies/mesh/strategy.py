@@ -250,8 +250,6 @@ class MeshStrategy(Strategy):
         keeps_dtensors = self.data == FSDP_KIND
         if tensor == context == expert == 1:
             return None
-        if context == expert == 1 and self.loss_parallel and self.timetable is None:
-            return TensorParallelSplit(tensor, self.sequence_parallel, keeps_dtensors)
         return MeshSplit(
             tensor, self.sequence_parallel, keeps_dtensors, context, self.context_form, expert, self.loss_parallel
         )
