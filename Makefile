@@ -9,7 +9,7 @@
 # make timing  the tests that compare step times, and how fast questions are answered in units of importing torch and
 #              transformers, on a machine with nothing else to do; no part of make test
 # make scale   what `make test` does for some, for 10,000 rows (reported within a minute and 1 GB), 4,000 predictions, every
-#              measured row and 60 runs that are drawn anew
+#              measured row, all layouts of 20 questions and 60 runs that are drawn anew
 # make fuzz    generated command lines and damaged stores, others every time, for MINUTES=10 or SECONDS=600; what failed is
 #              kept in build/hypothesis and tried again first
 # make extras          install the optional extras: DeepSpeed, Accelerate, Lightning, peft, bitsandbytes, torchao, MLflow,
@@ -76,7 +76,8 @@ fuzz: $(VENV)/.installed
 
 scale: $(VENV)/.installed
 	SCALE=1 $(BIN)/python -m pytest -m alone --durations=5
-	SCALE=1 $(BIN)/python -m pytest -m "not alone" tests/prediction/test_predicted_memory.py --durations=5
+	SCALE=1 $(BIN)/python -m pytest -m "not alone" tests/prediction/test_predicted_memory.py tests/advice/test_layouts.py \
+	  --durations=5
 
 # DeepSpeed has no wheel, and what builds it needs torch.
 extras: $(VENV)/.installed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from bench.advice.layouts.search import LayoutPredictor, LayoutSearch, search_la
 from bench.config.compose import compose_config
 from bench.config.run_config import build_run_config
 from bench.core.errors import UsageError
-from tests.conftest import SMALL_GPT, SMALL_LLAMA, SMALL_MOE, SMALL_T5, compose_run_config
+from tests.conftest import FULL_SCALE, SMALL_GPT, SMALL_LLAMA, SMALL_MOE, SMALL_T5, compose_run_config
 
 
 def ask(*arguments: str, modes: str = "none,full", choice: str = "all") -> LayoutQuestion:
@@ -224,6 +225,15 @@ TWENTY_QUESTIONS = {
 }
 
 
+def list_compared(question: LayoutQuestion) -> list[Layout]:
+    """All layouts of a question for `make scale`, else at most `MAX_EXHAUSTIVE` of them, evenly."""
+    layouts = list(list_layouts(question))
+    return layouts if FULL_SCALE else layouts[:: max(1, math.ceil(len(layouts) / MAX_EXHAUSTIVE))]
+
+
+MAX_EXHAUSTIVE = 100
+
+
 def compare_with_all(question: LayoutQuestion, layouts: list[Layout]) -> None:
     """Predict all layouts: no bound is above what is predicted, and the search predicts whatever is within 1 % of the
     best that fits."""
@@ -253,16 +263,17 @@ def compare_with_all(question: LayoutQuestion, layouts: list[Layout]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.long
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", TWENTY_QUESTIONS)
 def test_the_search_keeps_what_is_within_a_hundredth_of_the_best_of_all(name: str) -> None:
     question = ask(*TWENTY_QUESTIONS[name], modes="full" if "3 70B" in name or "30B" in name else "none,full")
-    compare_with_all(question, list(list_layouts(question)))
+    compare_with_all(question, list_compared(question))
 
 
 @pytest.mark.slow
 def test_a_small_search_keeps_the_best_and_leaves_out_most() -> None:
     question = ask(*SMALL_QUESTION, modes="full")
-    layouts = list(list_layouts(question))[::3]
+    layouts = list_compared(question)
     compare_with_all(question, layouts)
     search = search_layouts(question, layouts=layouts)
     assert search.num_layouts == len(layouts)
