@@ -284,12 +284,16 @@ def test_both_hold_the_same_when_made_now(execute: Execute) -> None:
 @pytest.mark.long
 @pytest.mark.slow
 def test_what_runs_out_of_memory_says_where(execute: Execute) -> None:
-    """The miniature of Figure 6(a): DDP bursts, full sharding among more ranks fits."""
-    limit = ("model=t5_mini", "hardware.memory_limit_gib=0.27", "batch_size_per_gpu=1", *SHORT[1:])
+    """The miniature of Figure 6(a): DDP bursts, full sharding among more ranks fits.
+
+    DDP's limit is reached in the middle of the largest state of the optimizer: which of many small ones would burst it
+    depends on what threads hold at that moment.
+    """
+    limit = ("model=t5_mini", "hardware.memory_limit_gib=0.164", "batch_size_per_gpu=1", *SHORT[1:])
     real, ddp, few, many = execute(
         (*limit, "strategy=ddp", "gpus=1"),
         (*limit, "strategy=ddp", "gpus=64", "mode=rehearse"),
-        (*limit, "strategy=fsdp", "gpus=4", "mode=rehearse"),
+        (*limit, "strategy=fsdp", "gpus=16", "mode=rehearse"),
         (*limit, "strategy=fsdp", "gpus=64", "mode=rehearse"),
     )
     assert (ddp["status"], ddp["oom_phase"], ddp["oom_bytes"]) == ("oom", real["oom_phase"], real["oom_bytes"])
