@@ -64,6 +64,7 @@ def fit_gpu(samples: Sequence[CalibrationSample], base: Hardware) -> SingleDevic
             _find_multiprocessors(samples_by_kind[LAUNCH], base),
             64.0,
             _choose_workspace_mib(base),
+            unaligned_share=dict(base.speeds.matmul.unaligned_share) if base.speeds and base.speeds.matmul else {},
         ),
         attention=_build_attention(INITIAL_PEAK_SHARE, INITIAL_PEAK_SHARE, INITIAL_HALF_SPEED_SIZE),
         memory_bandwidth_gb_s=peak_bandwidth / 1e9,

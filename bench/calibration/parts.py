@@ -70,7 +70,7 @@ def predict_kernel_seconds(samples: Sequence[CalibrationSample], hardware: Hardw
 def build_kernels(samples: Sequence[CalibrationSample]) -> KernelArrays:
     """Timings as the kernels of a trace, all of one format."""
     kernel_kinds = {MATMUL: kernels.MATMUL, ATTENTION: kernels.ATTENTION}
-    dims = np.zeros((len(samples), 5))
+    dims = np.zeros((len(samples), kernels.NUM_DIMS))
     for index, sample in enumerate(samples):
         if sample.kind in kernel_kinds:
             dims[index, : len(sample.dims)] = sample.dims

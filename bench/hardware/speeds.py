@@ -40,6 +40,11 @@ class MatmulSpeed:
     )
     """Share of the speed of short bursts that is left when the device trains for hours and its power limit sets the
     clocks (`bench.hardware.sustained_clocks`), per format; 1 where a format is missing."""
+    unaligned_share: dict[Annotated[str, OneOf("2", "4", "8")], Annotated[float, SHARE_BOUNDS]] = field(
+        default_factory=dict
+    )
+    """Share of the speed that is left of a product of 16-bit formats where the rows of an operand do not all begin at
+    multiples of 16 bytes, by the bytes that they do begin at multiples of; 1 where a number is missing."""
 
     def compute_reached_share(self, format_: str) -> float | None:
         """Share of the dense peak that large products reach while training; None where the format is unknown."""

@@ -32,6 +32,7 @@ CURVE_BOUNDS = {
     "attention": (0.16, 0.30),
     "collectives": (0.10, 0.35),
     "streaming": (0.1, 0.2),
+    "not": (0.10, 0.25),
 }
 """Largest median and 90th percentile of the errors of points that were held out."""
 
@@ -123,6 +124,17 @@ def test_known_curves_come_back() -> None:
     assert (fitted.efficiency["bf16"], overhead_us) == (pytest.approx(0.8, rel=0.01), pytest.approx(5.0, rel=0.1))
     assert fitted.half_depth == pytest.approx(60, rel=0.05)
 
+    unaligned = pd.concat(
+        [products.assign(row_bytes=size, series=name) for size in (2, 4, 8, 16) for name in ("one", "other")]
+    ).reset_index(drop=True)
+    matmul = dataclasses.replace(matmul, unaligned_share={"2": 0.4, "4": 0.7, "8": 0.8})
+    efficiencies = {"one": 0.8, "other": 0.5}
+    seconds = curves.predict_products_by_alignment(unaligned, matmul, efficiencies, 989, 3350)
+    unaligned["tflops"] = 2 * unaligned.m * unaligned.n * unaligned.k / seconds / 1e12
+    shares, found = curves.fit_unaligned_shares(unaligned, matmul, 989, 3350)
+    assert shares == pytest.approx(matmul.unaligned_share, rel=0.01)
+    assert found == pytest.approx(efficiencies, rel=0.01)
+
     kernel = AttentionKernelSpeed(0.7, 0.5, 30.0, 150.0)
     rows = [(b, h, q, d, c, w) for b, h in ((1, 32), (4, 16)) for q in (512, 2048, 8192) for d in (64, 128)
             for c in (True, False) for w in (True, False)]  # fmt: skip
@@ -136,7 +148,11 @@ def test_known_curves_come_back() -> None:
 
 def test_timings_are_read_in_the_units_of_the_cost_model() -> None:
     table = points.read_points()
-    assert len(table) == 5395 + 147
+    assert len(table) == 5395 + 147 + 1837
+    heads = points.read_products_by_alignment(["A100 (cookbook)"]).query("batch == 512 and n == 2048")
+    assert dict(zip(heads.k, heads.row_bytes, strict=True))[150] == 4, "rows of 150 numbers of 2 bytes"
+    words = points.read_products_by_alignment(["A100 (cookbook)"]).query("m == 8192 and n == 14336")
+    assert words.set_index("k").row_bytes[[51137, 51138, 51140, 51144]].tolist() == [2, 4, 8, 16]
     assert table.source_url.str.startswith("https://").all()
     h100 = points.read_attention(("H100-SXM",))
     flash3 = h100[(h100.kernel == "flash3") & ~h100.is_backward & (h100.head_dimension == 128) & ~h100.is_causal]

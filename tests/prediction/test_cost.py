@@ -19,7 +19,15 @@ from bench.prediction.cost.collectives import (
     compute_collective_seconds,
 )
 from bench.prediction.cost.kernels import compute_attention_seconds, compute_kernel_seconds
-from bench.prediction.trace.kernels import ATTENTION, BIAS_SUFFIX, MATMUL, MEMORY_BOUND, OPERAND_FORMATS, KernelArrays
+from bench.prediction.trace.kernels import (
+    ATTENTION,
+    BIAS_SUFFIX,
+    MATMUL,
+    MEMORY_BOUND,
+    NUM_DIMS,
+    OPERAND_FORMATS,
+    KernelArrays,
+)
 from tests.conftest import compose_run_config
 
 A100 = compose_run_config("hardware=a100_80gb").hardware
@@ -35,14 +43,14 @@ def links(hardware: Hardware = A100, **changed: float) -> LinkSpeeds:
     return dataclasses.replace(hardware.speeds.links, **changed)  # type: ignore[arg-type]
 
 
-def matmuls(shapes: list[tuple[int, int, int, int]], format_: str = "bf16") -> KernelArrays:
+def matmuls(shapes: list[tuple[int, int, int, int]], format_: str = "bf16", row_bytes: int = 16) -> KernelArrays:
     batch, m, n, k = (np.array(column, dtype=float) for column in zip(*shapes, strict=True))
     width = 4 if format_ == "fp32" else 2
     return KernelArrays(
         operators=("mm",) * len(shapes),
         kinds=np.full(len(shapes), MATMUL),
         formats=np.full(len(shapes), OPERAND_FORMATS.index(format_)),
-        dims=np.stack([batch, m, n, k, 0 * k], axis=1),
+        dims=np.stack([batch, m, n, k, 0 * k, 0 * k + row_bytes], axis=1),
         flops=2 * batch * m * n * k,
         bytes_moved=width * batch * (m * k + k * n + m * n),
     )
@@ -106,7 +114,7 @@ def others(operator: str, bytes_moved: float, kind: int = MEMORY_BOUND, flops: f
         operators=(operator,),
         kinds=np.array([kind]),
         formats=np.array([OPERAND_FORMATS.index("bf16")]),
-        dims=np.array([[1, 16, 2048, 2048, 128]], dtype=float) if kind == ATTENTION else np.zeros((1, 5)),
+        dims=np.array([[1, 16, 2048, 2048, 128, 0]], dtype=float) if kind == ATTENTION else np.zeros((1, NUM_DIMS)),
         flops=np.array([flops]),
         bytes_moved=np.array([bytes_moved]),
     )
@@ -155,6 +163,20 @@ def test_a_wave_that_is_not_full_takes_longer_than_its_work() -> None:
     assert A100.speeds.matmul.multiprocessors == 12 * 9
     full, one_row_more = seconds(matmuls([(1, 12 * 256, 9 * 128, 8192), (1, 12 * 256 + 1, 9 * 128, 8192)]))
     assert one_row_more > 1.2 * full
+
+
+def test_products_whose_rows_are_not_aligned_are_slower_in_16_bits_alone() -> None:
+    shape = [(1, 8192, 14336, 51136)]
+    aligned = seconds(matmuls(shape))[0]
+    assert A100.speeds is not None
+    assert A100.speeds.matmul is not None
+    shares = A100.speeds.matmul.unaligned_share
+    assert 0.3 < shares["2"] < shares["4"] < 0.8, "51137 to 76, 51138 to 137 of 255 TFLOP/s: EleutherAI's cookbook"
+    for row_bytes in (2, 4, 8):
+        slower = seconds(matmuls(shape, row_bytes=row_bytes))[0]
+        assert slower == pytest.approx(aligned / shares[str(row_bytes)], rel=0.01)
+        assert seconds(matmuls(shape, "fp32", row_bytes)) == seconds(matmuls(shape, "fp32"))
+    assert seconds(matmuls(shape, row_bytes=0))[0] == aligned, "what is not known is taken to be aligned"
 
 
 def test_tf32_is_faster_than_fp32_and_slower_than_bf16() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,8 +14,17 @@ from bench.calibration.published.devices import POINT_PEAK_TFLOPS
 from bench.hardware.attention_kernels import SDPA
 from bench.hardware.speeds import AttentionKernelSpeed, AttentionSpeed, LinkSpeeds, MatmulSpeed
 from bench.prediction.cost.collectives import CollectiveGroup, compute_collective_seconds
-from bench.prediction.cost.kernels import compute_attention_seconds, compute_matmul_seconds
-from bench.prediction.trace.kernels import ATTENTION_BACKWARD_MATMULS, ATTENTION_FORWARD_MATMULS, FloatArray
+from bench.prediction.cost.kernels import (
+    compute_attention_seconds,
+    compute_matmul_seconds,
+    find_alignment_shares,
+)
+from bench.prediction.trace.kernels import (
+    ALIGNED_ROW_BYTES,
+    ATTENTION_BACKWARD_MATMULS,
+    ATTENTION_FORWARD_MATMULS,
+    FloatArray,
+)
 
 MAX_SHARE = 0.98
 """Of a peak on paper: boards of the same name boost beyond the clock that their peak is counted at."""
@@ -26,6 +35,7 @@ BF16_BYTES = 2
 
 INITIAL_OVERHEAD_US = 3.0
 INITIAL_PRODUCTS = (0.75, 48.0)
+INITIAL_UNALIGNED_SHARE = 0.5
 INITIAL_STREAMING = (0.8, 3.0)
 INITIAL_ATTENTION = (0.6, 0.5, 32.0, 128.0)
 """Forward, backward, half_width, half_length."""
@@ -67,12 +77,18 @@ def round_number(value: float) -> float:
 
 
 def predict_products(
-    points: pd.DataFrame, matmul: MatmulSpeed, peak_tflops: float, bandwidth_gb_s: float, overhead_us: float = 0.0
+    points: pd.DataFrame,
+    matmul: MatmulSpeed,
+    peak_tflops: float,
+    bandwidth_gb_s: float,
+    overhead_us: float = 0.0,
+    arithmetic_shares: FloatArray | float = 1.0,
 ) -> FloatArray:
-    """Seconds of products in bf16 in short bursts."""
+    """Seconds of products in bf16 in short bursts; `arithmetic_shares` of the speed that arithmetic has."""
     shapes = points[["batch", "m", "n", "k"]].to_numpy(dtype=float)
     batch, m, n, k = shapes.T
-    arithmetic_s = compute_matmul_seconds(shapes, peak_tflops * 1e12 * matmul.efficiency["bf16"], matmul)
+    reached_flops = peak_tflops * 1e12 * matmul.efficiency["bf16"]
+    arithmetic_s = compute_matmul_seconds(shapes, reached_flops, matmul) / arithmetic_shares
     moved_bytes = BF16_BYTES * batch * (m * k + k * n + m * n)
     memory_s = moved_bytes / (bandwidth_gb_s * 1e9 * ASSUMED_BYTES_SHARE)
     return np.maximum(arithmetic_s, memory_s) + KERNEL_LAUNCH_S + overhead_us * 1e-6
@@ -112,6 +128,54 @@ def fit_product_efficiency(
     return min(
         MAX_SHARE, float(fit_least_squares(predict, count_product_seconds(points).tolist(), INITIAL_PRODUCTS[:1])[0])
     )
+
+
+def predict_products_by_alignment(
+    points: pd.DataFrame,
+    matmul: MatmulSpeed,
+    efficiency_by_series: Mapping[str, float],
+    peak_tflops: float,
+    bandwidth_gb_s: float,
+) -> FloatArray:
+    """Seconds of products whose rows may not be aligned, at the efficiency that aligned ones of their series reach."""
+    shares = find_alignment_shares(points.row_bytes.to_numpy(dtype=float), matmul)
+    return predict_products(
+        points,
+        dataclasses.replace(matmul, efficiency={"bf16": 1.0}),
+        peak_tflops,
+        bandwidth_gb_s,
+        arithmetic_shares=shares * points.series.map(efficiency_by_series).to_numpy(dtype=float),
+    )
+
+
+def fit_unaligned_shares(
+    points: pd.DataFrame, matmul: MatmulSpeed, peak_tflops: float, bandwidth_gb_s: float
+) -> tuple[dict[str, float], dict[str, float]]:
+    """What is left of the speed of products whose rows are not aligned, by the bytes they are aligned to; and the
+    efficiency that aligned products reach in each series of timings, which differ in how they were made.
+
+    Parameters
+    ----------
+    points: DataFrame
+        As `bench.calibration.published.points.read_products_by_alignment` has them.
+    """
+    sizes = [str(size) for size in sorted(points.row_bytes.unique()) if size < ALIGNED_ROW_BYTES]
+    series = sorted(points.series.unique())
+
+    def build(parameters: FloatArray) -> tuple[dict[str, float], dict[str, float]]:
+        shares, efficiencies = parameters[: len(sizes)], parameters[len(sizes) :]
+        return (
+            {size: min(1.0, float(share)) for size, share in zip(sizes, shares, strict=True)},
+            {name: float(efficiency) for name, efficiency in zip(series, efficiencies, strict=True)},
+        )
+
+    def predict(parameters: FloatArray) -> FloatArray:
+        shares, efficiencies = build(parameters)
+        changed = dataclasses.replace(matmul, unaligned_share=shares)
+        return predict_products_by_alignment(points, changed, efficiencies, peak_tflops, bandwidth_gb_s)
+
+    initial = [INITIAL_UNALIGNED_SHARE] * len(sizes) + [INITIAL_PRODUCTS[0]] * len(series)
+    return build(fit_least_squares(predict, count_product_seconds(points).tolist(), initial))
 
 
 # --- Kernels bound by memory.

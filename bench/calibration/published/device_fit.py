@@ -12,6 +12,7 @@ from bench.calibration.published.devices import list_similar_devices
 from bench.hardware import Hardware
 
 MICRO = "results/published/micro.csv"
+PRODUCTS = "results/published/micro_products.csv"
 
 
 @dataclass
@@ -51,6 +52,12 @@ def get_efficiency(fit: DeviceFit) -> dict[str, float]:
 
 def get_16_bit_efficiency(efficiency: Mapping[str, float]) -> float:
     return efficiency["bf16"] if "bf16" in efficiency else efficiency["fp16"]
+
+
+def count_multiprocessors(fit: DeviceFit) -> int:
+    assert fit.hardware.speeds is not None
+    assert fit.hardware.speeds.matmul is not None
+    return fit.hardware.speeds.matmul.multiprocessors
 
 
 def get_kernels(fit: DeviceFit) -> dict[str, dict[str, float]]:

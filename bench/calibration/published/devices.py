@@ -89,6 +89,24 @@ POINT_BANDWIDTHS_GB_S = {
 BURST_DEVICE_POWERS_W = {"A100-PCIe-80GB": 300.0, "B200-SXM": 1000.0}
 """Of the boards whose kernels were timed at length."""
 
+ALIGNMENT_POINTS = {
+    "a100_80gb": "A100 (cookbook)",
+    "v100_32gb": "V100 (cookbook)",
+    "mi250x": "MI250X (cookbook)",
+    "rtx_4090": "RTX 4090 (issue 181718)",
+    "h100_80gb": "Hopper at 1200 MHz (kestrel)",
+}
+"""Whose products were timed with rows that do not begin at multiples of 16 bytes. The first has all alignments."""
+
+ALIGNMENT_MODELS = {
+    **dict.fromkeys(("volta", "turing"), "v100_32gb"),
+    "ampere": "a100_80gb",
+    **dict.fromkeys(("ampere_graphics", "ada", "blackwell_graphics"), "rtx_4090"),
+    **dict.fromkeys(("hopper", "blackwell"), "h100_80gb"),
+    **dict.fromkeys(("cdna2", "cdna3", "cdna4"), "mi250x"),
+}
+"""By architecture: the one of these that its devices are assumed to be like."""
+
 LINK_POINTS = {
     "a100_40gb": "A100-SXM-80GB",
     "a100_80gb": "A100-SXM-80GB",

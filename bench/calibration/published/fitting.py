@@ -8,16 +8,19 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from bench.calibration.published import curves, points
+from bench.calibration.published.alignment_fit import assume_alignment, fit_alignment
 from bench.calibration.published.attention_fit import assume_attention, fit_attention
 from bench.calibration.published.curves import CurveErrors, round_number
 from bench.calibration.published.device_fit import (
     MICRO,
     DeviceFit,
+    count_multiprocessors,
     get_16_bit_efficiency,
     get_efficiency,
     take_median,
 )
 from bench.calibration.published.devices import (
+    ALIGNMENT_POINTS,
     LINK_POINTS,
     PCIE_POINTS,
     PCIE_THROUGH_HOST,
@@ -61,7 +64,9 @@ def fit_devices(all_hardware: Sequence[Hardware]) -> dict[str, DeviceFit]:
         _assume_memory(fit, fits)
         assume_attention(fit, fits)
         _assume_links(fit, fits)
+    timed_shares = {name: fit_alignment(fits[name]) for name in ALIGNMENT_POINTS if name in fits}
     for fit in fits.values():
+        assume_alignment(fit, fits, timed_shares)
         _set_sustained_shares(fit)
     return fits
 
@@ -193,23 +198,17 @@ def _assume_norms(fit: DeviceFit, fits: Mapping[str, DeviceFit]) -> None:
     rates_by_operator: dict[str, list[float]] = {}
     for name, rates in timed.items():
         for operator, rate in rates.items():
-            rates_by_operator.setdefault(operator, []).append(rate / _count_multiprocessors(fits[name]))
+            rates_by_operator.setdefault(operator, []).append(rate / count_multiprocessors(fits[name]))
     if not rates_by_operator or not isinstance(share, float):
         return
     reachable = fit.hardware.memory_bandwidth_gb_s * share
     relative = {
-        operator: round_number(min(1.0, statistics.median(rates) * _count_multiprocessors(fit) / reachable))
+        operator: round_number(min(1.0, statistics.median(rates) * count_multiprocessors(fit) / reachable))
         for operator, rates in rates_by_operator.items()
     }
     others = ", ".join(name for name, rates in timed.items() if rates)
     source = f"assumed: norms per multiprocessor as on {others}; the others are rough"
     fit.set("speeds.operators", {**OPERATOR_BANDWIDTH_SHARES, **relative}, source)
-
-
-def _count_multiprocessors(fit: DeviceFit) -> int:
-    assert fit.hardware.speeds is not None
-    assert fit.hardware.speeds.matmul is not None
-    return fit.hardware.speeds.matmul.multiprocessors
 
 
 def _find_fitted(name: str, fit: DeviceFit) -> object:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from bench.calibration.published.device_fit import DeviceFit
+from bench.calibration.published.device_fit import PRODUCTS, DeviceFit
 from bench.core.installation import DATA_FOLDER
 from bench.hardware.sustained_clocks import SUSTAINED_SHARE_AT_ONE_WATT, TRAINING_SHARE
 
@@ -13,13 +13,18 @@ PAGE_PATH = DATA_FOLDER / "docs" / "results" / "kernels.md"
 INTRODUCTION = """# Kernels
 
 How fast products, attention, kernels bound by memory and collectives run on each GPU, as predictions have it. The
-curves are fitted to microbenchmarks that others have published (`results/published/micro.csv` and
-`micro_attention.csv`; sources and licences in [published numbers](published.md)).
+curves are fitted to microbenchmarks that others have published (`results/published/micro.csv`, `micro_attention.csv`
+and `micro_products.csv`; sources and licences in [published numbers](published.md)).
 `python -m bench.calibration.fit_published --write` makes this page and the numbers in `conf/hardware`.
 
 * A **product** takes waves of thread blocks, each with its tile, its depth and a start and end (`half_depth`), or as
   long as its operands take from memory. `efficiency` is the share of the dense peak that large products reach in a
   short burst.
+* Where the rows of an operand in 16 bits do not begin at multiples of 16 bytes (heads of 150 numbers, the 50,257 words
+  of GPT-2), cuBLAS takes kernels that load less at once: `unaligned_share` is what is left of the speed, by the bytes
+  that the rows do begin at multiples of. Alignments and devices that nobody timed are assumed to be like others: such
+  kernels are those of the A100, also on newer GPUs. What is not aligned in the result alone costs nothing here: that
+  was not timed either.
 * A **burst** is faster than training: a power limit sets the clocks of work that lasts. What is left is
   `min(1, {law:g} (W / TFLOP/s)^(1/3))`, with the board's power limit and the speed of the burst. Power grows with the
   cube of the clock; the factor was fitted to products that were timed at length on two boards (A100 PCIe and B200).
@@ -41,7 +46,9 @@ says (`bench/hardware/sustained_clocks.py`). Chosen on rows of llm-foundry and t
 def build_page(fits: Mapping[str, DeviceFit]) -> str:
     """The page as Markdown."""
     introduction = INTRODUCTION.format(law=SUSTAINED_SHARE_AT_ONE_WATT, training=TRAINING_SHARE)
-    return "\n".join([introduction, _build_errors(fits), _build_numbers(fits), _build_attention(fits)])
+    return "\n".join(
+        [introduction, _build_errors(fits), _build_numbers(fits), _build_alignment(fits), _build_attention(fits)]
+    )
 
 
 def _build_errors(fits: Mapping[str, DeviceFit]) -> str:
@@ -72,6 +79,20 @@ def _build_numbers(fits: Mapping[str, DeviceFit]) -> str:
     heading = (
         "## Products and memory\n\nShares of the dense 16-bit peak, and of the memory's bandwidth on paper.\n\n"
         "| device | in a burst | left while training | product of both | burst is | memory |\n|---|--:|--:|--:|---|--:|"
+    )
+    return "\n".join([heading, *rows, ""])
+
+
+def _build_alignment(fits: Mapping[str, DeviceFit]) -> str:
+    rows = []
+    for name, fit in fits.items():
+        shares = fit.values.get("speeds.matmul.unaligned_share")
+        if isinstance(shares, dict):
+            origin = fit.sources["speeds.matmul.unaligned_share"].replace(f" ({PRODUCTS})", "")
+            rows.append(f"| {name} | {' | '.join(f'{share:.3g}' for share in shares.values())} | {origin} |")
+    heading = (
+        "## Products not aligned\n\nWhat is left of the speed where rows begin at multiples of so many bytes.\n\n"
+        "| device | 2 | 4 | 8 | |\n|---|--:|--:|--:|---|"
     )
     return "\n".join([heading, *rows, ""])
 

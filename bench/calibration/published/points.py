@@ -12,10 +12,14 @@ from bench.calibration.published.devices import BURST_DEVICE_POWERS_W, POINT_BAN
 from bench.core.installation import DATA_FOLDER
 from bench.hardware.attention_kernels import CUDNN, EFFICIENT, FLASH_2, FLASH_3
 from bench.hardware.sustained_clocks import POWER_EXPONENT, SUSTAINED_SHARE_AT_ONE_WATT
-from bench.prediction.trace.kernels import ATTENTION_BACKWARD_MATMULS, ATTENTION_FORWARD_MATMULS
+from bench.prediction.trace.kernels import (
+    ALIGNED_ROW_BYTES,
+    ATTENTION_BACKWARD_MATMULS,
+    ATTENTION_FORWARD_MATMULS,
+)
 
 POINTS_FOLDER = DATA_FOLDER / "results" / "published"
-POINTS_FILES = ("micro.csv", "micro_attention.csv")
+POINTS_FILES = ("micro.csv", "micro_attention.csv", "micro_products.csv")
 
 SQUARE_OF_A_SWEEP = 8192
 """m, n and k of the largest product in the sweep of mli/transformers-benchmarks."""
@@ -35,7 +39,9 @@ sooner. They say nothing of the GPU and are left out."""
 
 MIN_NORM_WIDTH = 2048
 """Narrower norms are those of heads."""
-BF16_BYTES = 2
+MIN_PRODUCT_SIZE = 64
+"""Smaller products wait for other things than arithmetic."""
+HALF_PRECISION_BYTES = 2
 
 
 @functools.cache
@@ -51,8 +57,26 @@ def select_points(names: Sequence[str], pattern: str) -> pd.DataFrame:
 
 
 def read_burst_products(names: Sequence[str]) -> pd.DataFrame:
-    """Products of bf16 in short bursts by shape: columns batch, m, n, k, tflops."""
+    """Products of bf16 in short bursts by shape: columns gpu, batch, m, n, k, tflops."""
     return _parse_shapes(select_points(names, "^matmul bf16$"))
+
+
+def read_products_by_alignment(names: Sequence[str]) -> pd.DataFrame:
+    """Products of a 16-bit format whose layout is known.
+
+    Returns
+    -------
+    DataFrame
+        Columns gpu, batch, m, n, k, tflops; row_bytes: what the rows of both operands are aligned to, at most
+        `ALIGNED_ROW_BYTES`; series: the address of the sweep that they are from.
+    """
+    points = select_points(names, "^matmul (?:fp16|bf16) N[NT]$")
+    shapes = _parse_shapes(points)
+    # The left operand's rows are k long, the right one's n, or k where it is transposed.
+    row_lengths = np.gcd(shapes.k.astype(int), np.where(points.what.str.endswith("NT"), 0, shapes.n.astype(int)))
+    shapes["row_bytes"] = np.gcd(HALF_PRECISION_BYTES * row_lengths, ALIGNED_ROW_BYTES)
+    shapes["series"] = points.source_url.to_numpy()
+    return shapes[shapes[["m", "n", "k"]].min(axis=1) >= MIN_PRODUCT_SIZE].reset_index(drop=True)
 
 
 def read_sustained_products(names: Sequence[str]) -> pd.DataFrame:
@@ -186,7 +210,7 @@ def read_streaming_norms(names: Sequence[str]) -> pd.DataFrame:
     """Forward passes of RMSNorm that one fused kernel carries out (torch.compile's, cuDNN's): bytes, seconds."""
     points = select_points(names, "^rms_norm fwd bandwidth, (?:torch_compile|cudnn)")
     shapes = points["size"].str.extract(r"N=(\d+) C=(\d+)").astype(float)
-    points["bytes"] = 2 * BF16_BYTES * shapes[0] * shapes[1]  # read and written once
+    points["bytes"] = 2 * HALF_PRECISION_BYTES * shapes[0] * shapes[1]  # read and written once
     points["seconds"] = points.bytes / points.value.astype(float) / 1e9
     return points.loc[shapes[1] >= MIN_NORM_WIDTH, ["bytes", "seconds"]].reset_index(drop=True)
 

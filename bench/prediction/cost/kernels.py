@@ -53,14 +53,14 @@ def compute_cpu_arithmetic_seconds(kernels: KernelArrays, hardware: Hardware, pr
             format_ = "fp32" if format_name == "other" else format_name
             _require_format(format_, hardware, processor)
             seconds[selected] = compute_cpu_matmul_seconds(
-                kernels.dims[selected], kernels.flops[selected], format_, processor
+                kernels.dims[selected, :5], kernels.flops[selected], format_, processor
             )
     selected = kernels.kinds == ATTENTION
     if np.any(selected):
         _require_format(precision.compute, hardware, processor)
         is_backward = np.array(["backward" in operator for operator in kernels.operators])[selected]
         seconds[selected] = compute_cpu_attention_seconds(
-            kernels.dims[selected], kernels.flops[selected], is_backward, precision.compute, processor
+            kernels.dims[selected, :5], kernels.flops[selected], is_backward, precision.compute, processor
         )
     return seconds
 
@@ -224,6 +224,8 @@ def _compute_arithmetic_seconds(
             seconds[selected] = compute_matmul_seconds(
                 kernels.dims[selected, :4], peak_flops * efficiency, speeds.matmul
             )
+            if format_name in HALF_PRECISION_FORMATS:
+                seconds[selected] /= find_alignment_shares(kernels.dims[selected, 5], speeds.matmul)
             for index in _find_grouped_kernels(kernels, selected) if expert_tokens else ():
                 seconds[index] = compute_grouped_matmul_seconds(
                     kernels.operators[index],
@@ -239,7 +241,7 @@ def _compute_arithmetic_seconds(
         assert speeds.attention is not None
         seconds[is_attention] = compute_attention_seconds(
             [kernels.operators[index] for index in np.flatnonzero(is_attention)],
-            kernels.dims[is_attention],
+            kernels.dims[is_attention, :5],
             kernels.flops[is_attention],
             peak_flops,
             speeds.attention,
@@ -319,6 +321,14 @@ def compute_matmul_seconds(shapes: FloatArray, flops_per_s: float, matmul: Matmu
             best_seconds, np.min(waves * flops_per_block / (flops_per_multiprocessor * tile_efficiency), axis=1)
         )
     return best_seconds
+
+
+def find_alignment_shares(row_bytes: FloatArray, matmul: MatmulSpeed) -> FloatArray:
+    """Share of the speed of aligned products that others of 16-bit formats have, by what their rows are aligned to."""
+    shares = np.ones(len(row_bytes))
+    for size_bytes, share in matmul.unaligned_share.items():
+        shares[row_bytes == float(size_bytes)] = share
+    return shares
 
 
 def _find_grouped_kernels(kernels: KernelArrays, selected: npt.NDArray[np.bool_]) -> list[int]:

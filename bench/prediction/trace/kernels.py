@@ -30,6 +30,12 @@ GROUPED_DEPTH_SUFFIX = ".depth"
 """Behind such a name where the depth of the product is what experts share out, as in the gradients of their weights;
 else it is the rows of the left operand."""
 
+NUM_DIMS = 6
+
+ALIGNED_ROW_BYTES = 16
+"""What a thread loads at once: cuBLAS's fastest kernels are for matrices whose rows all begin at multiples of it
+(https://docs.nvidia.com/cuda/cublas, section "Tensor Core Usage")."""
+
 BIAS_SUFFIX = ".bias"
 """Behind the name of a fused attention operator that adds a bias or a mask to the scores."""
 
@@ -48,8 +54,9 @@ class KernelArrays:
     formats: IntArray
     """Index into `OPERAND_FORMATS` of the widest floating-point operand."""
     dims: FloatArray
-    """Shape (kernels, 5). MATMUL: batch, m, n, k, and 1 if the left operand is transposed, else 0. ATTENTION: batch,
-    heads, queries, keys, head dimension. MEMORY: zeros."""
+    """Shape (kernels, `NUM_DIMS`). MATMUL: batch, m, n, k, 1 if the left operand is transposed, else 0, and the bytes
+    that all rows of both operands begin at multiples of, at most `ALIGNED_ROW_BYTES`; 0 where that is not known.
+    ATTENTION: batch, heads, queries, keys, head dimension, 0. MEMORY: zeros."""
     flops: FloatArray
     """Of matrix products, a multiply-add counting 2; of fused attention what the kernel executes: forward 2 products
     over the scores, backward 5, half of each if causal."""

@@ -241,8 +241,9 @@ def describe_kernel(func: Any, args: Any, kwargs: Any, out: Any) -> KernelRecord
         )  # followed by scales; an addmm begins with bias
         format_ = FP8_FORMAT if name == FP8_MATMUL else format_
         batch = left.shape[0] if left.dim() == 3 else 1
-        shape = (batch, left.shape[-2], right.shape[-1], left.shape[-1], int(_is_transposed(left)))
-        return name, MATMUL, format_, shape, int(flops), bytes_moved
+        row_bytes = min(_find_row_alignment(left), _find_row_alignment(right))
+        sizes = (batch, left.shape[-2], right.shape[-1], left.shape[-1])
+        return name, MATMUL, format_, (*sizes, int(_is_transposed(left)), row_bytes), int(flops), bytes_moved
     return name, MEMORY_BOUND, format_, (0, 0, 0, 0, 0), 0, bytes_moved
 
 
@@ -283,6 +284,12 @@ def _is_causal(func: Any, args: Any, kwargs: Any) -> bool:
 def _is_transposed(matrix: torch.Tensor) -> bool:
     """Whether neighbours in memory are one below the other."""
     return matrix.stride(-1) != 1 and matrix.stride(-2) == 1
+
+
+def _find_row_alignment(matrices: torch.Tensor) -> int:
+    """Bytes that all rows, or all columns where those are what lies together, begin at multiples of, as far as 16."""
+    strides = [stride for size, stride in zip(matrices.shape, matrices.stride(), strict=True) if size > 1 < stride]
+    return math.gcd(kernels.ALIGNED_ROW_BYTES, *(stride * matrices.element_size() for stride in strides))
 
 
 def is_kernel(func: Any) -> bool:

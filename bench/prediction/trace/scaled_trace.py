@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from bench.models.checkpointing import BlockPositions
-from bench.prediction.trace.kernels import FloatArray, IntArray, KernelArrays
+from bench.prediction.trace.kernels import NUM_DIMS, FloatArray, IntArray, KernelArrays
 from bench.prediction.trace.trace import (
     LOSS_PLACE,
     TO_HOST,
@@ -279,7 +279,7 @@ def _find_temporary_changes(segment: TraceSegment) -> np.ndarray:
 def build_kernel_arrays(segment: TraceSegment) -> KernelArrays:
     """A segment's kernels as arrays."""
     records = segment.kernels
-    dims = np.zeros((len(records), 5))
+    dims = np.zeros((len(records), NUM_DIMS))
     for index, record in enumerate(records):
         dims[index, : len(record[3])] = record[3]
     return KernelArrays(
