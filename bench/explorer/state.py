@@ -13,7 +13,7 @@ from bench.core.errors import UsageError, invalid_value_error, shorten_text
 from bench.explorer.controls import CONTROL_KEYS, COST_OPTIONS, DEFAULT_SETTINGS, FURTHER_SETTINGS, MODEL
 from bench.models.hf import IGNORED_KEYS, OPTION_NAME
 from bench.records.matching import flatten_config
-from bench.reporting.page.run_details import format_override_value
+from bench.reporting.page.rerun_command import format_override_value
 
 MAX_ADDRESS_CHARACTERS = 16_000
 """Of an address: servers and browsers take no more."""

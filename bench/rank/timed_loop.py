@@ -16,8 +16,9 @@ import torch.distributed as dist
 from bench.models import Batch
 from bench.rank.engine import Engine
 from bench.rank.machine_load import CpuLoad, CpuLoadProbe, GpuInfo, GpuStateProbe
-from bench.rank.memory_probe import MemoryPeaks, UnmeasuredWork, build_memory_probe, wait_for_gloo_threads
+from bench.rank.memory_probe import MemoryPeaks, UnmeasuredWork, build_memory_probe
 from bench.rank.profiler import PROFILED_STEPS, CollectiveCounts, profile_step
+from bench.rank.tensor_release import wait_for_gloo_threads
 from bench.strategies.stepper import TimeSpans
 
 BuildEngine = Callable[[], tuple[Engine, Sequence[Batch]]]

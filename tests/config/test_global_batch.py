@@ -20,7 +20,7 @@ from bench.planning.batch_search import BatchTrial, search_largest_batches
 from bench.planning.request import parse_sweep_request
 from bench.planning.sweep_plan import build_sweep_plan
 from bench.rank.row import build_configured_columns
-from bench.reporting.page.run_details import build_rerun_command
+from bench.reporting.page.rerun_command import build_rerun_command
 from tests.conftest import CPU, SMALL_GPT, compose_run_config, run_command
 
 RUN = (*SMALL_GPT, "strategy=fsdp", "gpus=4", "sequence_length=64", "hardware=a100_80gb", "mode=predict")

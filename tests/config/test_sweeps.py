@@ -33,7 +33,7 @@ from bench.planning.run_predictions import predict_duration_s
 from bench.planning.sweep_plan import SweepPlan, build_sweep_plan
 from bench.prediction.predictor import predict_runs
 from bench.rank.row import build_configured_columns
-from bench.reporting.paper.paper import DHEN_SHARDING_LABELS
+from bench.reporting.paper.comparisons import DHEN_SHARDING_LABELS
 from tests.conftest import CPU
 
 CLUSTER = DetectedDevice("cuda", "NVIDIA A100-SXM4-80GB", 512)

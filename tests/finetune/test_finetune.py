@@ -27,7 +27,7 @@ from bench.prediction.predictor import predict_run
 from bench.prediction.run_inputs import build_trace_key
 from bench.prediction.simulation.parameter_layout import build_parameter_layout
 from bench.prediction.trace.trace_recorder import trace_step
-from bench.reporting.page.run_details import list_overrides
+from bench.reporting.page.rerun_command import list_overrides
 from tests.conftest import CPU, SMALL_GPT, SMALL_T5, compose_run_config, needs
 from tests.models.test_hf import CONFIGS
 

@@ -15,7 +15,7 @@ from bench.reporting.drawing import style
 from bench.reporting.figures import communication
 from bench.reporting.figures.communication import ValueWithInterval, compute_difference
 from bench.reporting.notebook.notebook import Notebook
-from bench.reporting.paper import paper_tables
+from bench.reporting.paper import paper_statements, paper_tables
 from bench.reporting.tables.table import prepare_table
 from tests.conftest import compose_run_config, run_command
 from tests.records_fixture import make_record, write_store
@@ -30,7 +30,7 @@ def shipped() -> Notebook:
 @pytest.mark.slow
 def test_the_papers_text_beside_its_own_figures():
     rows = predicted("model_scale") + predicted("prefetch") + predicted("rate_limiter")
-    paper_rows = paper_tables.compare_text_and_figures(
+    paper_rows = paper_statements.compare_text_and_figures(
         prepare_table(rows), ["Figure 6(a)", "Figure 6(b)", "Figure 6(c)"]
     ).to_dict("records")
     rows_by_subject = {row["What"].partition(" (")[0]: row for row in paper_rows}
@@ -49,7 +49,7 @@ def test_the_papers_text_beside_its_own_figures():
 
 def test_the_papers_text_on_scaling_beside_its_figures():
     rows = predicted("t5_11b_scale") + predicted("gpt_175b_scale")
-    paper_table = paper_tables.compare_text_and_figures(prepare_table(rows), ["Figure 7(b)", "Figure 7(c)"])
+    paper_table = paper_statements.compare_text_and_figures(prepare_table(rows), ["Figure 7(b)", "Figure 7(c)"])
     rows_by_subject = {row["What"]: row for row in paper_table.to_dict("records")}
     decline = rows_by_subject["T5-11B: speed per GPU lost from 8 to 512 GPUs"]
     assert decline["Text of the paper"] == "7 % (section 5.4)"
@@ -62,7 +62,7 @@ def test_the_papers_text_on_scaling_beside_its_figures():
 
 
 def test_without_rows_there_is_nothing_to_say():
-    assert paper_tables.compare_text_and_figures(prepare_table([make_record()]), ["Figure 7(c)"]).empty
+    assert paper_statements.compare_text_and_figures(prepare_table([make_record()]), ["Figure 7(c)"]).empty
     assert paper_tables.build_flops_table(prepare_table([make_record()])).empty
 
 

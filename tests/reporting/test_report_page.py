@@ -30,7 +30,8 @@ from bench.reporting.page.interactive import (
 )
 from bench.reporting.page.packing import GLYPH, compress_json, pack_figures
 from bench.reporting.page.page import group_failures
-from bench.reporting.page.run_details import MAX_LISTED_RANKS, build_details, build_rerun_command, deduplicate_blocks
+from bench.reporting.page.rerun_command import build_rerun_command
+from bench.reporting.page.run_details import MAX_LISTED_RANKS, build_details, deduplicate_blocks
 from bench.reporting.tables.table import prepare_table
 from tests.conftest import SMALL_GPT, SMALL_T5, compose_run_config
 from tests.records_fixture import GIB, make_default_sweep, make_record, write_store

@@ -24,14 +24,9 @@ from bench.reporting.drawing.drawing import (
     draw_header,
 )
 from bench.reporting.figures import paper_bars
+from bench.reporting.paper.comparisons import PAPER_COMPARISONS, PAPER_FILTERS, PAPER_SHARDING_LABELS, PaperComparison
 from bench.reporting.paper.deviations import compute_deviations, compute_ratios, list_errors
-from bench.reporting.paper.paper import (
-    PAPER_COMPARISONS,
-    PAPER_FILTERS,
-    PAPER_SHARDING_LABELS,
-    PaperComparison,
-    compare_with_paper,
-)
+from bench.reporting.paper.paper import compare_with_paper
 from bench.reporting.tables.cells import iterate_groups
 from bench.reporting.tables.table import RowNeeds
 

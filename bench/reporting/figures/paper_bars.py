@@ -14,8 +14,8 @@ from matplotlib.patches import Patch
 
 from bench.reporting.drawing import lanes, style
 from bench.reporting.drawing.drawing import compute_header_height_in, create_figure, draw_header
+from bench.reporting.paper.comparisons import PaperComparison
 from bench.reporting.paper.deviations import list_errors
-from bench.reporting.paper.paper import PaperComparison
 from bench.reporting.tables.cells import iterate_groups
 
 WIDTH_IN, PANEL_HEIGHT_IN = 7.2, 2.1

@@ -15,7 +15,7 @@ from bench.core.presentation import format_memory, format_number, format_percent
 from bench.core.units import GIB
 from bench.reporting.drawing import style
 from bench.reporting.figures import agreement, paper, sharding_factor
-from bench.reporting.paper.paper import PAPER_COMPARISONS
+from bench.reporting.paper.comparisons import PAPER_COMPARISONS
 from bench.reporting.tables.agreement import MEMORY, QUANTITY_UNITS, SPEED
 from bench.reporting.tables.cells import iterate_groups
 

@@ -10,7 +10,7 @@ import pandas as pd
 
 from bench.core import presentation
 from bench.records import Record
-from bench.reporting.page.run_details import build_rerun_command
+from bench.reporting.page.rerun_command import build_rerun_command
 
 RowValues = Mapping[str, Any]
 """A row of the table with None for what is missing."""

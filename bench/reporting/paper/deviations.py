@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pandas as pd
 
-from bench.reporting.paper.paper import PaperComparison
+from bench.reporting.paper.comparisons import PaperComparison
 
 
 def compute_ratios(comparison: PaperComparison, points: pd.DataFrame) -> dict[tuple[str, str, str, int], float]:

@@ -13,7 +13,8 @@ import pandas as pd
 
 from bench.records.matching import encode_config_key
 from bench.records.published import GB
-from bench.reporting.paper.paper import PAPER_COMPARISONS, TFLOPS, PaperComparison, compare_with_paper
+from bench.reporting.paper.comparisons import PAPER_COMPARISONS, TFLOPS, PaperComparison
+from bench.reporting.paper.paper import compare_with_paper
 
 SPEED, MEMORY = "speed", "memory"
 QUANTITY_UNITS = {SPEED: "hardware TFLOP/s per rank", MEMORY: "peak memory per rank (GB)"}
