@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from bench.advice.misfits import MAX_GPUS_TRIED, describe_misfit, find_scale_out
@@ -15,6 +16,7 @@ from bench.core import presentation
 from bench.hardware.derived import describe_assumed_share
 from bench.hardware.interconnect import describe_network
 from bench.models.checkpointing import describe_checkpointing
+from bench.prediction.trace.kernels import ALIGNED_ROW_BYTES
 
 MIN_NETWORK_SHARE = 0.05
 """Share of a step from which waiting for the network is given as a reason."""
@@ -24,6 +26,12 @@ NEGLIGIBLE_SLOWDOWN = 0.02
 
 MAX_USUAL_STEP_TOKENS = 4 * 2**20
 """Tokens of one optimizer step from which a ranking warns."""
+
+USUAL_VOCABULARY_MULTIPLE = 64
+"""To which vocabularies are rounded up (https://x.com/karpathy/status/1621578354024677377)."""
+
+MAX_WARNED_SHARE = 0.9
+"""Of the speed of a head's products, below which its vocabulary is warned about."""
 
 LINKS_PREFIX = "hardware.speeds.links."
 """Of settings that change a single number of the links."""
@@ -63,13 +71,15 @@ def describe_advice(possible: Sequence[RankedCandidate], infeasible: Sequence[Ra
 
 def list_warnings(candidates: Sequence[RankedCandidate]) -> list[str]:
     """Why a ranking may not compare like with like: steps of more tokens than models of this size are trained with,
-    where no global batch was asked for; and that most of what is known of the hardware is assumed.
+    where no global batch was asked for; that most of what is known of the hardware is assumed; and what slows every
+    candidate alike and need not, a vocabulary whose rows are not aligned.
 
     Sources: McCandlish et al. 2018, arXiv:1812.06162 (the largest useful batch, as the gradient noise scale predicts
     it); Llama Team 2024, arXiv:2407.21783, section 3.4.1 (4M tokens at first, then 8M, and 16M after 2.87T tokens).
     """
-    assumed_text = describe_assumed_share(candidates[0].config.hardware) if candidates else None
-    warnings = [] if assumed_text is None else [assumed_text]
+    config = candidates[0].config if candidates else None
+    texts = [] if config is None else [describe_assumed_share(config.hardware), _describe_unaligned_head(config)]
+    warnings = [text for text in texts if text is not None]
     large_steps = [
         candidate.config.tokens_per_step
         for candidate in candidates
@@ -84,6 +94,22 @@ def list_warnings(candidates: Sequence[RankedCandidate]) -> list[str]:
         "buy little (arXiv:1812.06162; Llama 3 405B took 4M to 16M, arXiv:2407.21783): global_batch=4M_tokens compares "
         "all at one",
     ]
+
+
+def _describe_unaligned_head(config: RunConfig) -> str | None:
+    """That the vocabulary makes the head slow; None where it does not."""
+    words, speeds = getattr(config.model, "vocabulary_size", None), config.hardware.speeds
+    if words is None or speeds is None or speeds.matmul is None or config.precision.compute not in ("bf16", "fp16"):
+        return None
+    row_bytes = math.gcd(ALIGNED_ROW_BYTES, 2 * words)
+    share = speeds.matmul.unaligned_share.get(str(row_bytes), 1.0)
+    if share > MAX_WARNED_SHARE:
+        return None
+    multiple = USUAL_VOCABULARY_MULTIPLE * math.ceil(words / USUAL_VOCABULARY_MULTIPLE)
+    return (
+        f"vocabulary_size={words} is no multiple of 8, so that backward of the head reaches {format_percent(share)} "
+        f"of its speed on {config.hardware.name}: model.vocabulary_size={multiple} has rows that are aligned"
+    )
 
 
 def describe_assumed_network(config: RunConfig, settings: RunSettings) -> str:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from rich.console import Console
 from bench import advise, predict
 from bench.advice.question import read_question
 from bench.advice.ranking import CandidateRanking
+from bench.advice.sentence import list_warnings
 from bench.advice.tree.agreement import describe_agreement
 from bench.advice.tree.answers import ANSWER_FUNCTIONS
 from bench.advice.tree.options import list_training_options
@@ -540,3 +542,20 @@ def test_names(capsys):
     assert code == 0
     for name in list_training_terms():
         assert name.name.split(",")[0] in out
+
+
+def test_a_vocabulary_whose_rows_are_not_aligned_is_warned_about() -> None:
+    def warn(*settings: str) -> list[str]:
+        config = build_run_config(
+            compose_config({"mode": "predict", "model": "gpt_125m", **dict(setting.split("=") for setting in settings)})
+        )
+        return list_warnings([SimpleNamespace(config=config)])  # type: ignore[list-item]
+
+    (warning,) = warn("hardware=h100_80gb", "precision=bf16")
+    assert warning.startswith("vocabulary_size=50257 is no multiple of 8")
+    assert warning.endswith("model.vocabulary_size=50304 has rows that are aligned")
+    assert warn("hardware=h100_80gb", "precision=bf16", "model.vocabulary_size=50304") == []
+    assert warn("hardware=h100_80gb", "precision=tf32") == [], "rows of fp32 were not timed"
+    assert "vocabulary" not in " ".join(warn("hardware=rtx_3090", "precision=bf16")), (
+        "where aligned products are no faster"
+    )
