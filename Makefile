@@ -2,7 +2,7 @@
 # make sweep   create the environment, run the default sweep, write the report
 # make test    create the environment, run the checks and the tests: three processes share most of them, two have those
 #              with SLURM, and when they are through come, one by one, those that hold processor time against a limit;
-#              of long tests a quarter runs, another with every commit; the last lines of each part say which tests did
+#              of long tests an eighth runs, another with every commit; the last lines of each part say which tests did
 #              not run, and why
 # make test-all   the same with all long tests, as does make test-extras LONG_TESTS_ONE_IN=1
 # make quick   the tests that take less than half a second each: a minute on two cores
@@ -46,8 +46,8 @@ APART := $(filter-out tests/launch/test_slurm_units.py tests/launch/test_slurm_p
 # Tests that compare times need a machine on which nothing else runs, and say so if it is not.
 TIMING := tests/calibration/test_cpu_times.py tests/prediction/test_answer_times.py
 
-# Long tests: one in so many.
-test test-extras: export LONG_TESTS_ONE_IN := 4
+# Long tests: one in so many, drawn anew with every commit.
+test test-extras: export LONG_TESTS_ONE_IN := 8
 
 test-all:
 	$(MAKE) test LONG_TESTS_ONE_IN=1
