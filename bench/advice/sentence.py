@@ -98,16 +98,16 @@ def list_warnings(candidates: Sequence[RankedCandidate]) -> list[str]:
 
 def _describe_unaligned_head(config: RunConfig) -> str | None:
     """That the vocabulary makes the head slow; None where it does not."""
-    words, speeds = getattr(config.model, "vocabulary_size", None), config.hardware.speeds
-    if words is None or speeds is None or speeds.matmul is None or config.precision.compute not in ("bf16", "fp16"):
+    tokens, speeds = getattr(config.model, "vocabulary_size", None), config.hardware.speeds
+    if tokens is None or speeds is None or speeds.matmul is None or config.precision.compute not in ("bf16", "fp16"):
         return None
-    row_bytes = math.gcd(ALIGNED_ROW_BYTES, 2 * words)
+    row_bytes = math.gcd(ALIGNED_ROW_BYTES, 2 * tokens)
     share = speeds.matmul.unaligned_share.get(str(row_bytes), 1.0)
     if share > MAX_WARNED_SHARE:
         return None
-    multiple = USUAL_VOCABULARY_MULTIPLE * math.ceil(words / USUAL_VOCABULARY_MULTIPLE)
+    multiple = USUAL_VOCABULARY_MULTIPLE * math.ceil(tokens / USUAL_VOCABULARY_MULTIPLE)
     return (
-        f"vocabulary_size={words} is no multiple of 8, so that backward of the head reaches {format_percent(share)} "
+        f"vocabulary_size={tokens} is no multiple of 8, so that backward of the head reaches {format_percent(share)} "
         f"of its speed on {config.hardware.name}: model.vocabulary_size={multiple} has rows that are aligned"
     )
 

@@ -328,16 +328,16 @@ def test_kernels_carry_shape_flops_and_bytes():
 def test_products_carry_what_the_rows_of_their_operands_are_aligned_to():
     found: list[tuple] = []
     with FakeTensorMode(), OpRecorder(lambda *_: None, lambda kernel, *_: found.append(kernel), on_cpu=False):
-        words = torch.empty(64, 768, dtype=torch.bfloat16, requires_grad=True)
+        hidden = torch.empty(64, 768, dtype=torch.bfloat16, requires_grad=True)
         head = torch.nn.Linear(768, 50257, bias=False, dtype=torch.bfloat16)
-        scores = head(words)
+        scores = head(hidden)
         scores.backward(torch.empty_like(scores))
         queries = torch.empty(2, 12, 64, 150, dtype=torch.bfloat16)
         queries @ queries.transpose(-1, -2)
         one_of_three = torch.empty(64, 3, 20, dtype=torch.bfloat16)[:, 1]
         one_of_three @ one_of_three.t()
     row_bytes = [kernel[3][5] for kernel in found if kernel[1] == MATMUL]
-    # Of a head of an odd number of words the output is not aligned, which backward reads twice.
+    # Of a head with an odd vocabulary the output is not aligned, which backward reads twice.
     assert row_bytes == [16, 2, 2, 4, 8]
 
 

@@ -20,11 +20,11 @@ and `micro_products.csv`; sources and licences in [published numbers](published.
 * A **product** takes waves of thread blocks, each with its tile, its depth and a start and end (`half_depth`), or as
   long as its operands take from memory. `efficiency` is the share of the dense peak that large products reach in a
   short burst.
-* Where the rows of an operand in 16 bits do not begin at multiples of 16 bytes (heads of 150 numbers, the 50,257 words
-  of GPT-2), cuBLAS takes kernels that load less at once: `unaligned_share` is what is left of the speed, by the bytes
-  that the rows do begin at multiples of. Alignments and devices that nobody timed are assumed to be like others: such
-  kernels are those of the A100, also on newer GPUs. What is not aligned in the result alone costs nothing here: that
-  was not timed either.
+* Where the rows of an operand in 16 bits do not begin at multiples of 16 bytes (heads of 150 numbers, GPT-2's
+  vocabulary of 50,257 tokens), cuBLAS takes kernels that load less at once: `unaligned_share` is what is left of the
+  speed, by the bytes that the rows do begin at multiples of. Alignments and devices that nobody timed are assumed to be
+  like others: such kernels are those of the A100, also on newer GPUs. What is not aligned in the result alone costs
+  nothing here: that was not timed either.
 * A **burst** is faster than training: a power limit sets the clocks of work that lasts. What is left is
   `min(1, {law:g} (W / TFLOP/s)^(1/3))`, with the board's power limit and the speed of the burst. Power grows with the
   cube of the clock; the factor was fitted to products that were timed at length on two boards (A100 PCIe and B200).
