@@ -18,7 +18,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.calibration.kernels import TimedOptimizers, build_precision
 from bench.calibration.sample import ATTENTION as ATTENTION_SAMPLE
-from bench.calibration.sample import LAUNCH, OPERATOR, OPTIMIZER, CalibrationSample, CallTimer, build_timer
+from bench.calibration.sample import (
+    LAUNCH,
+    NUM_SAMPLE_DIMS,
+    OPERATOR,
+    OPTIMIZER,
+    CalibrationSample,
+    CallTimer,
+    build_timer,
+)
 from bench.calibration.sample import MATMUL as MATMUL_SAMPLE
 from bench.models import Batch, Family
 from bench.models.gpt import GPTFamily
@@ -272,8 +280,8 @@ class _OperatorTimer(TorchDispatchMode):
         if kind == ATTENTION:
             format_ = "fp32" if self._format == "tf32" else self._format
             name = "backward" if "backward" in name else "forward"
-        if kind not in SAMPLE_KIND_BY_KERNEL:
-            dims = (_count_elements(results[0]),)
+        # Samples leave out what rows are aligned to: those of the models that are timed all are.
+        dims = dims[:NUM_SAMPLE_DIMS] if kind in SAMPLE_KIND_BY_KERNEL else (_count_elements(results[0]),)
         self.times.append(
             (
                 (SAMPLE_KIND_BY_KERNEL.get(kind, OPERATOR), name, format_, dims, float(flops), float(bytes_moved)),

@@ -872,7 +872,6 @@ def test_on_a_cpu_everything_adds_up() -> None:
     assert parts == pytest.approx(before.step_s.value)
 
 
-@pytest.mark.long
 @pytest.mark.slow
 def test_a_quick_calibration_times_everything_there_is_to_fit() -> None:
     progress_messages: list[str] = []
