@@ -16,6 +16,7 @@ from bench.core import presentation
 from bench.hardware.derived import describe_assumed_share
 from bench.hardware.interconnect import describe_network
 from bench.models.checkpointing import describe_checkpointing
+from bench.prediction.cost.kernels import HALF_PRECISION_FORMATS
 from bench.prediction.trace.kernels import ALIGNED_ROW_BYTES
 
 MIN_NETWORK_SHARE = 0.05
@@ -28,7 +29,7 @@ MAX_USUAL_STEP_TOKENS = 4 * 2**20
 """Tokens of one optimizer step from which a ranking warns."""
 
 USUAL_VOCABULARY_MULTIPLE = 64
-"""To which vocabularies are rounded up (https://x.com/karpathy/status/1621578354024677377)."""
+"""To which vocabularies are rounded up (https://github.com/rasbt/LLMs-from-scratch/pull/582: 50,257 to 50,304)."""
 
 MAX_WARNED_SHARE = 0.9
 """Of the speed of a head's products, below which its vocabulary is warned about."""
@@ -99,7 +100,9 @@ def list_warnings(candidates: Sequence[RankedCandidate]) -> list[str]:
 def _describe_unaligned_head(config: RunConfig) -> str | None:
     """That the vocabulary makes the head slow; None where it does not."""
     tokens, speeds = getattr(config.model, "vocabulary_size", None), config.hardware.speeds
-    if tokens is None or speeds is None or speeds.matmul is None or config.precision.compute not in ("bf16", "fp16"):
+    if tokens is None or speeds is None or speeds.matmul is None:
+        return None
+    if config.precision.compute not in HALF_PRECISION_FORMATS:
         return None
     row_bytes = math.gcd(ALIGNED_ROW_BYTES, 2 * tokens)
     share = speeds.matmul.unaligned_share.get(str(row_bytes), 1.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from bench.calibration.published.alignment_fit import UNALIGNED_SHARE
 from bench.calibration.published.device_fit import PRODUCTS, DeviceFit
 from bench.core.installation import DATA_FOLDER
 from bench.hardware.sustained_clocks import SUSTAINED_SHARE_AT_ONE_WATT, TRAINING_SHARE
@@ -86,9 +87,9 @@ def _build_numbers(fits: Mapping[str, DeviceFit]) -> str:
 def _build_alignment(fits: Mapping[str, DeviceFit]) -> str:
     rows = []
     for name, fit in fits.items():
-        shares = fit.values.get("speeds.matmul.unaligned_share")
+        shares = fit.values.get(UNALIGNED_SHARE)
         if isinstance(shares, dict):
-            origin = fit.sources["speeds.matmul.unaligned_share"].replace(f" ({PRODUCTS})", "")
+            origin = fit.sources[UNALIGNED_SHARE].replace(f" ({PRODUCTS})", "")
             rows.append(f"| {name} | {' | '.join(f'{share:.3g}' for share in shares.values())} | {origin} |")
     heading = (
         "## Products not aligned\n\nWhat is left of the speed where rows begin at multiples of so many bytes.\n\n"
