@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parallel.distributed import _DEFAULT_BUCKET_CAP_MB
 
 from bench.core.errors import ImpossibleError
 from bench.core.precision import Precision
@@ -36,6 +35,9 @@ from bench.strategies.step_plan import (
     StepPlan,
     name_unit_gradients,
 )
+
+DEFAULT_BUCKET_CAP_MB = 25
+"""Of DistributedDataParallel, as its documentation says; a name of its own only torch after 2.11 has for it."""
 
 BUCKET_MB_RANGE = Within(1, 10**6)
 
@@ -365,7 +367,7 @@ class DDPPlan(ReplicatedPlan):
 
 def find_bucket_capacities(bucket_cap_mb: int | None) -> tuple[int, int]:
     """Bytes from which on the first bucket, and any other, is sent (null: torch's default)."""
-    bucket_bytes = (_DEFAULT_BUCKET_CAP_MB if bucket_cap_mb is None else bucket_cap_mb) * MIB
+    bucket_bytes = (DEFAULT_BUCKET_CAP_MB if bucket_cap_mb is None else bucket_cap_mb) * MIB
     return (dist._DEFAULT_FIRST_BUCKET_BYTES if bucket_cap_mb is None else bucket_bytes), bucket_bytes
 
 
