@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from bench.calibration.kernels import TimedOptimizers, build_precision
 from bench.calibration.sample import ATTENTION as ATTENTION_SAMPLE
@@ -267,13 +268,17 @@ class _OperatorTimer(TorchDispatchMode):
         kwargs = kwargs or {}
         if not is_kernel(func):
             return func(*args, **kwargs)
+        timed_args, timed_kwargs = args, kwargs
+        if func._schema.is_mutable:  # a step changes its operands once: what is called again and again has copies
+            timed_args, timed_kwargs = tree_map_only(torch.Tensor, torch.clone, (args, kwargs))
         results: list[Any] = [None]
 
         def run_operator() -> None:
-            results[0] = func(*args, **kwargs)
+            results[0] = func(*timed_args, **timed_kwargs)
 
         seconds = self._timer.time_calls([run_operator] * self._calls_together) / self._calls_together
-        name, kind, format_index, dims, flops, bytes_moved = describe_kernel(func, args, kwargs, results[0])
+        result = func(*args, **kwargs) if func._schema.is_mutable else results[0]
+        name, kind, format_index, dims, flops, bytes_moved = describe_kernel(func, args, kwargs, result)
         format_ = OPERAND_FORMATS[format_index]
         if kind == MATMUL and format_ == "fp32" and self._format == "tf32":
             format_ = "tf32"
@@ -281,14 +286,14 @@ class _OperatorTimer(TorchDispatchMode):
             format_ = "fp32" if self._format == "tf32" else self._format
             name = "backward" if "backward" in name else "forward"
         # Samples leave out what rows are aligned to: those of the models that are timed all are.
-        dims = dims[:NUM_SAMPLE_DIMS] if kind in SAMPLE_KIND_BY_KERNEL else (_count_elements(results[0]),)
+        dims = dims[:NUM_SAMPLE_DIMS] if kind in SAMPLE_KIND_BY_KERNEL else (_count_elements(result),)
         self.times.append(
             (
                 (SAMPLE_KIND_BY_KERNEL.get(kind, OPERATOR), name, format_, dims, float(flops), float(bytes_moved)),
                 seconds,
             )
         )
-        return results[0]
+        return result
 
 
 class _OperatorCounter(TorchDispatchMode):

@@ -61,7 +61,8 @@ class MemoryPrediction:
     initial: int = 0
     """Bytes that are allocated before the first step: parameters, buckets, micro-batches."""
     beside: int = 0
-    """Bytes of the capacity that go to something else."""
+    """Bytes of the capacity that something else may take: libraries on a CPU, on a GPU what the second step holds
+    beside what every step does."""
 
     @property
     def is_host_memory_short(self) -> bool:

@@ -240,9 +240,9 @@ def replay_steps(config: RunConfig, capacity: float = math.inf, num_steps: int =
         CachingAllocator(capacity, expandable_segments=config.expandable_segments),
         find_segment_block_positions(scaled_trace.segments, build_run_layout(config).block_counts, key.block_period),
     )
-    for _ in range(num_steps):
+    for step_index in range(num_steps):
         (_, plan) = config.strategy.plan_period(build_plan_inputs(config, scaled_trace))[-1]
-        replay.begin_step(plan.updated_numels)
+        replay.begin_step(plan.updated_numels, plan.early_sizes if step_index == 1 else ())
         simulated_rank = _simulate_rank(config, speed, False, scaled_trace, plan, replay)
         replay.end_step(simulated_rank.processor_time)
     return replay
@@ -319,6 +319,7 @@ def _simulate_planned_step(
     config: RunConfig, simulated_rank: SimulatedRank, plan: StepPlan, segments: Sequence[SegmentAtBatch]
 ) -> None:
     plan.allocate_persistent_state(simulated_rank)
+    simulated_rank.early_bytes = sum(plan.early_sizes)
     simulated_rank.note_initial_bytes()
     simulate_step(
         simulated_rank,

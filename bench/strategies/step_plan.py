@@ -304,6 +304,12 @@ class RankPlan(ABC):
         """Groups of ranks that add up the squares of their gradients, one after the other."""
         return ()
 
+    @property
+    def early_sizes(self) -> Sequence[float]:
+        """Bytes of tensors that a GPU holds beside all else in the second step and never again: a run that comes
+        through it goes on, with this memory cached."""
+        return ()
+
     @abstractmethod
     def allocate_persistent_state(self, device: PlanDevice) -> None:
         """What is held from one step to the next: parameters, optimizer state, buckets."""

@@ -81,6 +81,7 @@ def _simulate_rank(
     simulated_rank.allocate("selected tokens", _compute_selected_bytes(config, stages[0]), ACTIVATION_MEMORY)
     simulated_rank.allocate("model's buffers", count_buffer_bytes(config.model), PARAMETER_MEMORY)
     plan.allocate_persistent_state(simulated_rank)
+    simulated_rank.early_bytes = sum(plan.early_sizes)
     simulated_rank.note_initial_bytes()
     own_stages = [stages[stage_index] for stage_index in timetable.find_stages_of_rank(rank)]
     plan.begin_step(simulated_rank, gathers_ahead=timetable.virtual_stages > 1)

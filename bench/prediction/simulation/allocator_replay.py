@@ -19,6 +19,7 @@ from bench.prediction.trace.trace import LOSS_PLACE, BlockPlace
 from bench.strategies.step_plan import COMPUTE_STREAM
 
 OPTIMIZER_STATE_NAME, OPTIMIZER_TEMPORARIES_NAME = "optimizer", "optimizer temporaries"
+EARLY_NAME = "early"
 
 StorageKind = tuple[str, int, int, int, int]
 """Phase, micro-batch, block list (-1 outside of blocks), segment (-1 within blocks) and order of a storage."""
@@ -50,7 +51,7 @@ class AllocatorReplay:
     _state_bytes: float = 0.0
     _is_building: bool = True
 
-    def begin_step(self, updated_numels: Sequence[int]) -> None:
+    def begin_step(self, updated_numels: Sequence[int], early_sizes: Sequence[float] = ()) -> None:
         """What is held from now on persists, and is there already after the first step. Peaks and retries are counted
         anew.
 
@@ -58,8 +59,11 @@ class AllocatorReplay:
         ----------
         updated_numels: sequence of int
             Elements of the tensors that the optimizer updates: its states and temporaries come one for each.
+        early_sizes: sequence of float
+            Bytes of what this step holds and others do not.
         """
         self.updated_numels, self._is_building = updated_numels, True
+        self._held[EARLY_NAME] = self._allocate_all(early_sizes, COMPUTE_STREAM, 0.0)
         self.allocator.reset_peaks()
 
     def end_building(self) -> None:

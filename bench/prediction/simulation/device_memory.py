@@ -108,7 +108,7 @@ def predict_memory(
         active = CUDA_ALLOCATED_RATIO.apply_to(size + CROSS_STREAM_FACTOR * late_bytes)
         wanted = _predict_wanted(config, simulated_rank, active, late_bytes, replayed)
         outside_bytes = _compute_outside_bytes(config)
-    library_bytes = MAX_CPU_LIBRARY_BYTES if config.hardware.device == "cpu" else 0
+    beside_bytes = MAX_CPU_LIBRARY_BYTES if config.hardware.device == "cpu" else round(simulated_rank.early_bytes)
     capacity = _compute_device_capacity(config, outside_bytes)
     reserved = wanted if capacity is None else _limit_reserved(wanted, active, capacity)
     device_used = PredictedRange(
@@ -116,7 +116,7 @@ def predict_memory(
     )
     host_capacity = _compute_host_capacity(config) if host_bytes else None
     finds_place = replayed is None or replayed.fits
-    fit = None if capacity is None else predict_fit(allocated, capacity, library_bytes, finds_place=finds_place)
+    fit = None if capacity is None else predict_fit(allocated, capacity, beside_bytes, finds_place=finds_place)
     if host_capacity is not None and host_bytes > host_capacity:
         fit = DOES_NOT_FIT
     return MemoryPrediction(
@@ -134,7 +134,7 @@ def predict_memory(
         host=round(host_bytes),
         host_capacity=None if host_capacity is None else round(host_capacity),
         initial=round(simulated_rank.initial_bytes),
-        beside=library_bytes,
+        beside=beside_bytes,
     )
 
 
@@ -163,8 +163,8 @@ def _predict_wanted(
     base, ratio = simulated_rank.stream_peaks_bytes, STREAM_PEAKS_RATIO
     if replayed is not None:
         base, ratio = replayed.reserved_bytes, REPLAY_RATIO
-    elif late_bytes:
-        base += late_bytes
+    else:
+        base += late_bytes + simulated_rank.early_bytes
     base += compute_workspace_bytes(config)
     value, low, high = (
         max(active_bytes, share * base + late_share * late_bytes)
@@ -191,15 +191,15 @@ def _limit_reserved(wanted: PredictedRange, active: PredictedRange, capacity: in
     )
 
 
-def predict_fit(allocated: PredictedRange, capacity: int, library_bytes: int, *, finds_place: bool) -> str:
+def predict_fit(allocated: PredictedRange, capacity: int, beside_bytes: int, *, finds_place: bool) -> str:
     """The allocator gives back what it only caches before it gives up, so what is allocated decides; and whether every
     block finds a place.
 
-    Up to `library_bytes` bytes of the capacity may go to something else.
+    Up to `beside_bytes` bytes of the capacity may go to something else.
     """
     if allocated.low > capacity:
         return DOES_NOT_FIT
-    return FITS if finds_place and allocated.high + library_bytes <= capacity else TOO_CLOSE
+    return FITS if finds_place and allocated.high + beside_bytes <= capacity else TOO_CLOSE
 
 
 def is_replay_needed(config: RunConfig, memory: MemoryPrediction) -> bool:

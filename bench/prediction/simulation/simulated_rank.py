@@ -94,6 +94,8 @@ class SimulatedRank:
         self.phase_peaks: dict[str, float] = {}
         self.initial_bytes = 0.0
         """Allocated before the first step, which is not the one that is simulated."""
+        self.early_bytes = 0.0
+        """More than in the step that is simulated, in the second."""
         self.peak_active_bytes = 0.0
         self._side_stream_bytes = 0.0
         self._peak_compute_stream_bytes = 0.0
