@@ -23,7 +23,7 @@ from bench.prediction.cost.kernels import OPERATOR_BANDWIDTH_SHARES, build_opera
 INITIAL_PEAK_SHARE, INITIAL_HALF_SPEED_SIZE = 0.6, 64.0
 """Where fits begin: shares of a peak, and the sizes at which half the speed is reached."""
 
-DEFAULT_OVERLAP_LOSS, DEFAULT_UNIT_US = 0.15, 120.0
+DEFAULT_OVERLAP_LOSS, DEFAULT_UNIT_US = 0.15, 800.0
 """As in conf/hardware of GPUs: nothing was measured beside communication, hooks of FSDP run in no single process."""
 
 MIN_MEMORY_BOUND_BYTES = 2**24

@@ -230,10 +230,13 @@ def test_attention_takes_longer_per_flop_where_heads_are_narrow_sequences_short_
 def test_the_kernel_of_attention_is_the_one_that_torch_picks() -> None:
     hopper, ampere, volta = ("cudnn", "flash3", "flash2", "efficient"), ("flash2", "efficient"), ("efficient",)
     assert [choose_sdpa_kernel(kernels) for kernels in (hopper, ampere, volta)] == ["cudnn", "flash2", "efficient"]
+    assert choose_sdpa_kernel(hopper, torch_version=(2, 11)) == "cudnn"
     assert choose_sdpa_kernel(hopper, torch_version=(2, 9)) == "flash2"
     assert choose_sdpa_kernel(hopper, torch_version=(2, 5, 0)) == "cudnn"
     assert choose_sdpa_kernel(hopper, torch_version=(2, 5, 1)) == "flash2"
     assert choose_sdpa_kernel(ampere, has_bias=True) == "efficient"
+    assert choose_sdpa_kernel(hopper, has_bias=True) == "cudnn"
+    assert choose_sdpa_kernel(hopper, has_bias=True, learns_bias=True) == "efficient"
     assert choose_sdpa_kernel(("sdpa", *hopper)) == "sdpa", "whatever ran where it was timed"
     with pytest.raises(ValueError, match="none of the attention kernels flash3"):
         choose_sdpa_kernel(("flash3",))

@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from bench.config.compose import compose_config
 from bench.config.run_config import RunConfig, build_run_config
 from bench.models.checkpointing import find_block_period
+from bench.prediction.predictor import load_scaled_trace
 from bench.prediction.run_inputs import build_trace_key
 from bench.prediction.simulation.parameter_layout import build_parameter_layout
 from bench.prediction.trace import trace_recorder
@@ -63,6 +64,17 @@ def test_attention_is_causal_by_the_argument_of_that_name_alone():
     assert not _is_causal(traced, (*same, None, False), {})
     traced = torch.ops.bench.attention_backward.default
     assert _is_causal(traced, (*same, None, None, None, None, True), {})
+
+
+def test_attention_says_whether_its_bias_has_a_gradient():
+    """T5 learns what distances add to the scores of self-attention; to cross-attention it adds zeros."""
+    run = config(model="t5_tiny", hardware="h200", precision="bf16")
+    batches = list_traced_batch_sizes(run.sequences_per_device, is_compiled=False)
+    segments = load_scaled_trace(build_trace_key(run), batches).segments
+    names = {name for segment in segments for name in scale_kernels(segment, 1.0).operators if "attention" in name}
+    assert names == {
+        f"attention_{phase}.{bias}" for phase in ("forward", "backward") for bias in ("bias", "learned_bias")
+    }
 
 
 def config(**settings: Any) -> RunConfig:
@@ -325,7 +337,7 @@ def test_kernels_carry_shape_flops_and_bytes():
     assert addition[5] == 4 * (32 + 96)  # an expanded operand is read once
 
 
-def test_products_carry_what_the_rows_of_their_operands_are_aligned_to():
+def test_products_carry_what_the_rows_of_their_operands_and_result_are_aligned_to():
     found: list[tuple] = []
     with FakeTensorMode(), OpRecorder(lambda *_: None, lambda kernel, *_: found.append(kernel), on_cpu=False):
         hidden = torch.empty(64, 768, dtype=torch.bfloat16, requires_grad=True)
@@ -337,8 +349,8 @@ def test_products_carry_what_the_rows_of_their_operands_are_aligned_to():
         one_of_three = torch.empty(64, 3, 20, dtype=torch.bfloat16)[:, 1]
         one_of_three @ one_of_three.t()
     row_bytes = [kernel[3][5] for kernel in found if kernel[1] == MATMUL]
-    # Of a head with an odd vocabulary the output is not aligned, which backward reads twice.
-    assert row_bytes == [16, 2, 2, 4, 4, 8]
+    # Of a head with an odd vocabulary the output is not aligned, which forward writes and backward reads twice.
+    assert row_bytes == [2, 2, 2, 4, 4, 8]
 
 
 @pytest.mark.parametrize("model", MODELS)

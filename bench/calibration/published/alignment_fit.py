@@ -20,6 +20,9 @@ from bench.hardware.speeds import MatmulSpeed
 from bench.prediction.trace.kernels import ALIGNED_ROW_BYTES
 
 UNALIGNED_SHARE = "speeds.matmul.unaligned_share"
+NUM_ALIGNMENTS = 3
+"""2, 4 and 8 bytes."""
+
 MIN_JUDGED_POINTS = 20
 """Of fewer none is held out."""
 
@@ -61,9 +64,15 @@ def assume_alignment(fit: DeviceFit, fits: Mapping[str, DeviceFit], timed: Mappi
     """
     architecture = find_architecture(fit.hardware.name)
     assert architecture is not None
-    model_name, complete_name = ALIGNMENT_MODELS[architecture], next(iter(ALIGNMENT_POINTS))
-    if model_name not in timed or complete_name not in timed:
+    model_name = fit.hardware.name if fit.hardware.name in timed else ALIGNMENT_MODELS[architecture]
+    complete_names = [
+        name
+        for name in (model_name, ALIGNMENT_MODELS[architecture], next(iter(ALIGNMENT_POINTS)))
+        if len(timed.get(name, ())) == NUM_ALIGNMENTS
+    ]
+    if model_name not in timed or not complete_names:
         return
+    complete_name = complete_names[0]
     shares, known = timed[model_name], timed[complete_name]
     relative = statistics.geometric_mean(shares[size] / known[size] for size in shares)
     completed = {size: shares.get(size, known[size] * relative) for size in known}

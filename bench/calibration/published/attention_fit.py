@@ -11,11 +11,13 @@ from bench.calibration.published.curves import CurveErrors, round_number
 from bench.calibration.published.device_fit import (
     MICRO,
     DeviceFit,
+    count_multiprocessors,
     get_16_bit_efficiency,
     get_efficiency,
     get_kernels,
 )
 from bench.calibration.published.devices import (
+    ALIGNMENT_POINTS,
     ATTENTION_KERNELS_BY_ARCHITECTURE,
     POINT_NAMES,
     find_architecture,
@@ -27,6 +29,9 @@ from bench.hardware.speeds import AttentionKernelSpeed
 TRITON_2022_SLOWDOWN = 1.8
 """FlashAttention-2 against the kernel in Triton: 1.3 to 2.5 times faster, here the geometric mean (arXiv:2307.08691,
 section 4.1)."""
+
+MEASURED_DEVICE, MEASURED_POINTS = "h200", "results/calibration/h200_kernels.csv"
+"""Where the memory-efficient kernel was timed with the bias that it is there for."""
 
 SDPA_SOURCE = (
     "https://github.com/pytorch/pytorch/issues/169849 (what PyTorch picks: bench/hardware/attention_kernels.py)"
@@ -100,7 +105,10 @@ def _assume_kernel(
     if name in (EFFICIENT, TRITON_2022, AOTRITON):
         base, text = (known[FLASH_2], "here") if FLASH_2 in known else _take_kernel_median(FLASH_2, fit, fits)
         forward, backward, reason = 1.0, 1.0, "AMD's share of the peak is that of FlashAttention-2"
-        if name == EFFICIENT:
+        if name == EFFICIENT and find_architecture(fit.hardware.name) == find_architecture(MEASURED_DEVICE):
+            forward, backward = _measure_efficient_ratios(base, fits[MEASURED_DEVICE])
+            reason = f"ratio to FlashAttention-2 of T5's kernels on an H200 ({MEASURED_POINTS})"
+        elif name == EFFICIENT:
             forward, backward = points.read_efficient_ratios()
             reason = "ratio to FlashAttention-2, https://github.com/Dao-AILab/flash-attention/issues/416"
         elif name == TRITON_2022:
@@ -113,6 +121,17 @@ def _assume_kernel(
         return {**base, **scaled}, f"assumed: {reason}, which is as {text}"
     numbers, text = _take_kernel_median(name, fit, fits)
     return numbers, f"assumed: as {text}"
+
+
+def _measure_efficient_ratios(flash: Mapping[str, float], measured: DeviceFit) -> tuple[float, float]:
+    """Speed of the memory-efficient kernel forward and backward, as a multiple of what FlashAttention-2 would reach."""
+    timed = points.read_attention([ALIGNMENT_POINTS[MEASURED_DEVICE]])
+    flash_seconds = curves.predict_attention(
+        timed, AttentionKernelSpeed(**flash), count_multiprocessors(measured), measured.peak_tflops
+    )
+    ratios = flash_seconds / curves.count_attention_seconds(timed)
+    forward, backward = (float(ratios[timed.is_backward == is_backward].mean()) for is_backward in (False, True))
+    return forward, backward
 
 
 def _take_kernel_median(name: str, fit: DeviceFit, fits: Mapping[str, DeviceFit]) -> tuple[dict[str, float], str]:

@@ -94,15 +94,17 @@ ALIGNMENT_POINTS = {
     "v100_32gb": "V100 (cookbook)",
     "mi250x": "MI250X (cookbook)",
     "rtx_4090": "RTX 4090 (issue 181718)",
+    "h200": "H200 (results/calibration)",
     "h100_80gb": "Hopper at 1200 MHz (kestrel)",
 }
-"""Whose products were timed with rows that do not begin at multiples of 16 bytes. The first has all alignments."""
+"""Whose products were timed with rows that do not begin at multiples of 16 bytes. The first has all alignments, and so
+has the H200."""
 
 ALIGNMENT_MODELS = {
     **dict.fromkeys(("volta", "turing"), "v100_32gb"),
     "ampere": "a100_80gb",
     **dict.fromkeys(("ampere_graphics", "ada", "blackwell_graphics"), "rtx_4090"),
-    **dict.fromkeys(("hopper", "blackwell"), "h100_80gb"),
+    **dict.fromkeys(("hopper", "blackwell"), "h200"),
     **dict.fromkeys(("cdna2", "cdna3", "cdna4"), "mi250x"),
 }
 """By architecture: the one of these that its devices are assumed to be like."""

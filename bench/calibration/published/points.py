@@ -18,8 +18,14 @@ from bench.prediction.trace.kernels import (
     ATTENTION_FORWARD_MATMULS,
 )
 
-POINTS_FOLDER = DATA_FOLDER / "results" / "published"
-POINTS_FILES = ("micro.csv", "micro_attention.csv", "micro_products.csv")
+POINTS_FOLDER = DATA_FOLDER / "results"
+POINTS_FILES = (
+    "published/micro.csv",
+    "published/micro_attention.csv",
+    "published/micro_products.csv",
+    "calibration/h200_kernels.csv",
+)
+"""The last was measured with this suite's other rows of that GPU (results/measured/README.md)."""
 
 SQUARE_OF_A_SWEEP = 8192
 """m, n and k of the largest product in the sweep of mli/transformers-benchmarks."""
@@ -67,13 +73,17 @@ def read_products_by_alignment(names: Sequence[str]) -> pd.DataFrame:
     Returns
     -------
     DataFrame
-        Columns gpu, batch, m, n, k, tflops; row_bytes: what the rows of both operands are aligned to, at most
-        `ALIGNED_ROW_BYTES`; series: the address of the sweep that they are from.
+        Columns gpu, batch, m, n, k, tflops; row_bytes: what the rows of both operands and of the result are aligned to,
+        at most `ALIGNED_ROW_BYTES`; series: the address of the sweep that they are from.
     """
-    points = select_points(names, "^matmul (?:fp16|bf16) N[NT]$")
+    points = select_points(names, "^matmul (?:fp16|bf16) [NT][NT]$")
+    layouts = points.what.str[-2:].to_numpy()
     shapes = _parse_shapes(points)
-    # The left operand's rows are k long, the right one's n, or k where it is transposed.
-    row_lengths = np.gcd(shapes.k.astype(int), np.where(points.what.str.endswith("NT"), 0, shapes.n.astype(int)))
+    m, n, k = (shapes[dimension].astype(int) for dimension in ("m", "n", "k"))
+    # The left operand's rows are k long, the right one's and the result's n; those of a transposed operand m, or k.
+    left_rows = np.where(np.char.startswith(layouts.astype(str), "T"), m, k)
+    right_rows = np.where(np.char.endswith(layouts.astype(str), "T"), k, n)
+    row_lengths = np.gcd(np.gcd(left_rows, right_rows), n)
     shapes["row_bytes"] = np.gcd(HALF_PRECISION_BYTES * row_lengths, ALIGNED_ROW_BYTES)
     shapes["series"] = points.source_url.to_numpy()
     return shapes[shapes[["m", "n", "k"]].min(axis=1) >= MIN_PRODUCT_SIZE].reset_index(drop=True)

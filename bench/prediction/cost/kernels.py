@@ -21,6 +21,7 @@ from bench.prediction.trace.kernels import (
     FALLBACK_NAME_PART,
     GROUPED_DEPTH_SUFFIX,
     GROUPED_MATMUL_NAME_PART,
+    LEARNED_BIAS_SUFFIX,
     MATMUL,
     MEMORY_BOUND,
     OPERAND_FORMATS,
@@ -267,14 +268,14 @@ def compute_attention_seconds(
     Parameters
     ----------
     operators: sequence of str
-        Names; those of the backward pass say so, those with a bias end in `BIAS_SUFFIX`.
+        Names; those of the backward pass say so, those with a bias end in `BIAS_SUFFIX` or `LEARNED_BIAS_SUFFIX`.
     dims, flops: array
         As in `KernelArrays`.
     peak_flops: float
         FLOP/s of the device on paper.
     """
     numbers_by_kernel = {name: dataclasses.astuple(kernel) for name, kernel in attention.kernels.items()}
-    names = [_choose_attention_kernel(attention, operator.endswith(BIAS_SUFFIX)) for operator in operators]
+    names = [_choose_attention_kernel(attention, operator) for operator in operators]
     is_backward = np.array(["backward" in operator for operator in operators])
     forward, backward, half_width, half_length, sustained = np.array(
         [numbers_by_kernel[name] for name in names], dtype=float
@@ -291,9 +292,14 @@ def compute_attention_seconds(
     return flops * width_factor * length_factor * tail_factor / reached_flops
 
 
-def _choose_attention_kernel(attention: AttentionSpeed, has_bias: bool) -> str:
+def _choose_attention_kernel(attention: AttentionSpeed, operator: str) -> str:
     """Name of the kernel that runs."""
-    return choose_sdpa_kernel(attention.kernels, has_bias=has_bias) if attention.kernel == "auto" else attention.kernel
+    if attention.kernel != "auto":
+        return attention.kernel
+    learns_bias = operator.endswith(LEARNED_BIAS_SUFFIX)
+    return choose_sdpa_kernel(
+        attention.kernels, has_bias=learns_bias or operator.endswith(BIAS_SUFFIX), learns_bias=learns_bias
+    )
 
 
 def compute_matmul_seconds(shapes: FloatArray, flops_per_s: float, matmul: MatmulSpeed) -> FloatArray:

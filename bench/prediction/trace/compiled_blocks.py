@@ -266,9 +266,19 @@ def _load_program(source: str, constants: dict[str, torch.Tensor]) -> Program:
     return run_program
 
 
-def _run_attention_backward(gradient: Any, query: Any, key: Any, value: Any, bias: Any, *others: Any) -> Any:
-    scores = None if bias is None else query.new_empty(*query.shape[:3], key.shape[2])  # whose sum is bias's gradient
-    gradients = run_attention_backward(gradient, query, key, value, bias, *others)
+def _run_attention_backward(
+    gradient: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any,
+    output: Any,
+    log_sum_exp: Any,
+    is_causal: bool,
+    learns_bias: bool = False,
+) -> Any:
+    scores = query.new_empty(*query.shape[:3], key.shape[2]) if learns_bias else None  # whose sum is bias's gradient
+    gradients = run_attention_backward(gradient, query, key, value, bias, output, log_sum_exp, is_causal, learns_bias)
     del scores
     return gradients
 

@@ -39,6 +39,9 @@ ALIGNED_ROW_BYTES = 16
 BIAS_SUFFIX = ".bias"
 """Behind the name of a fused attention operator that adds a bias or a mask to the scores."""
 
+LEARNED_BIAS_SUFFIX = ".learned_bias"
+"""The same where the bias has a gradient, as T5's of relative positions has."""
+
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 

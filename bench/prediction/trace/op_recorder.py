@@ -30,6 +30,7 @@ from bench.prediction.trace.kernels import (
     BIAS_SUFFIX,
     GROUPED_DEPTH_SUFFIX,
     GROUPED_MATMUL_NAME_PART,
+    LEARNED_BIAS_SUFFIX,
     MATMUL,
     MEMORY_BOUND,
     OPERAND_FORMATS,
@@ -224,7 +225,8 @@ def describe_kernel(func: Any, args: Any, kwargs: Any, out: Any) -> KernelRecord
         is_backward = "backward" in name
         query, key = operands[1:3] if is_backward else operands[:2]
         has_bias = func.namespace == FAKE_NAMESPACE and len(operands) > (6 if is_backward else 3)
-        name += BIAS_SUFFIX if has_bias else ""
+        if has_bias:
+            name += LEARNED_BIAS_SUFFIX if _find_switch("learns_bias", func, args, kwargs) else BIAS_SUFFIX
         attention_shape = (*query.shape[:3], key.shape[2], query.shape[3])
         num_matmuls = ATTENTION_BACKWARD_MATMULS if is_backward else ATTENTION_FORWARD_MATMULS
         flops = 2 * num_matmuls * math.prod(attention_shape) // (2 if _is_causal(func, args, kwargs) else 1)
@@ -241,7 +243,7 @@ def describe_kernel(func: Any, args: Any, kwargs: Any, out: Any) -> KernelRecord
         )  # followed by scales; an addmm begins with bias
         format_ = FP8_FORMAT if name == FP8_MATMUL else format_
         batch = left.shape[0] if left.dim() == 3 else 1
-        row_bytes = min(_find_row_alignment(left), _find_row_alignment(right))
+        row_bytes = min(map(_find_row_alignment, (left, right, out)))
         sizes = (batch, left.shape[-2], right.shape[-1], left.shape[-1])
         return name, MATMUL, format_, (*sizes, int(_is_transposed(left)), row_bytes), int(flops), bytes_moved
     return name, MEMORY_BOUND, format_, (0, 0, 0, 0, 0), 0, bytes_moved
@@ -275,9 +277,14 @@ def _find_grouped_matmul_shape(operands: Sequence[torch.Tensor], flops: int) -> 
 
 def _is_causal(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether an attention operator is called to leave out the pairs above the diagonal."""
+    return _find_switch("is_causal", func, args, kwargs)
+
+
+def _find_switch(name: str, func: Any, args: Any, kwargs: Any) -> bool:
+    """What an operator is called with for an argument that is true or false; False where it has none of that name."""
     for index, argument in enumerate(func._schema.arguments):
-        if argument.name == "is_causal":
-            return bool(args[index] if index < len(args) else kwargs.get("is_causal", argument.default_value))
+        if argument.name == name:
+            return bool(args[index] if index < len(args) else kwargs.get(name, argument.default_value))
     return False
 
 
@@ -322,18 +329,24 @@ def _iterate_tensors(value: Any) -> Iterator[torch.Tensor]:
 # What they are called and what they return is all there is of these operators: fake tensors need no more.
 torch.library.define(
     "bench::attention_forward",
-    "(Tensor query, Tensor key, Tensor value, Tensor? bias, bool is_causal) -> (Tensor output, Tensor log_sum_exp)",
+    "(Tensor query, Tensor key, Tensor value, Tensor? bias, bool is_causal, bool learns_bias=False)"
+    " -> (Tensor output, Tensor log_sum_exp)",
 )
 torch.library.define(
     "bench::attention_backward",
     "(Tensor gradient, Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor output, Tensor log_sum_exp,"
-    " bool is_causal) -> (Tensor, Tensor, Tensor)",
+    " bool is_causal, bool learns_bias=False) -> (Tensor, Tensor, Tensor)",
 )
 
 
 @torch.library.register_fake("bench::attention_forward")
 def _(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None, is_causal: bool
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bias: torch.Tensor | None,
+    is_causal: bool,
+    learns_bias: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output of the query's shape (batch, heads, queries, head dimension), and the log-sum-exp of every row."""
     batch, heads, queries, _ = query.shape
@@ -349,14 +362,24 @@ def _(gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: tor
 
 
 def run_attention_backward(
-    gradient: Any, query: Any, key: Any, value: Any, bias: Any, output: Any, log_sum_exp: Any, is_causal: bool
+    gradient: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any,
+    output: Any,
+    log_sum_exp: Any,
+    is_causal: bool,
+    learns_bias: bool = False,
 ) -> Any:
     """Gradients of query, key and value; its buffers are there while it runs."""
     buffers = [
         torch.empty_like(query, dtype=torch.float32),  # both kernels add up the query's gradient in fp32
         torch.empty_like(log_sum_exp),
     ]
-    gradients = torch.ops.bench.attention_backward(gradient, query, key, value, bias, output, log_sum_exp, is_causal)
+    gradients = torch.ops.bench.attention_backward(
+        gradient, query, key, value, bias, output, log_sum_exp, is_causal, learns_bias
+    )
     del buffers
     return gradients
 
@@ -365,10 +388,12 @@ class _FakeFusedAttention(torch.autograd.Function):
     """What a fused kernel keeps from forward to backward, and what backward needs for a while."""
 
     @staticmethod
-    def forward(ctx: Any, query: Any, key: Any, value: Any, bias: Any, is_causal: bool) -> torch.Tensor:
-        output, log_sum_exp = torch.ops.bench.attention_forward(query, key, value, bias, is_causal)
+    def forward(
+        ctx: Any, query: Any, key: Any, value: Any, bias: Any, is_causal: bool, learns_bias: bool
+    ) -> torch.Tensor:
+        output, log_sum_exp = torch.ops.bench.attention_forward(query, key, value, bias, is_causal, learns_bias)
         ctx.save_for_backward(query, key, value, bias, output, log_sum_exp)
-        ctx.causal = is_causal
+        ctx.causal, ctx.learns_bias = is_causal, learns_bias
         return output
 
     @staticmethod
@@ -376,9 +401,11 @@ class _FakeFusedAttention(torch.autograd.Function):
         query, key, value, bias, output, log_sum_exp = ctx.saved_tensors
         needs_bias_gradient = bias is not None and ctx.needs_input_grad[3]
         scores = query.new_empty(*query.shape[:3], key.shape[2]) if needs_bias_gradient else None
-        gradients = run_attention_backward(gradient, query, key, value, bias, output, log_sum_exp, ctx.causal)
+        gradients = run_attention_backward(
+            gradient, query, key, value, bias, output, log_sum_exp, ctx.causal, ctx.learns_bias
+        )
         bias_gradient = None if scores is None else scores.sum_to_size(bias.shape)
-        return (*gradients, bias_gradient, None)
+        return (*gradients, bias_gradient, None, None)
 
 
 def _run_fused_attention(
@@ -391,7 +418,8 @@ def _run_fused_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    return _FakeFusedAttention.apply(query, key, value, attn_mask, is_causal)
+    learns_bias = attn_mask is not None and attn_mask.requires_grad
+    return _FakeFusedAttention.apply(query, key, value, attn_mask, is_causal, learns_bias)
 
 
 def _run_fused_dropout(
