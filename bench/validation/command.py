@@ -17,6 +17,7 @@ from bench.prediction.predictor import predict_runs
 from bench.records.published import PUBLISHED_CSV, PublishedLine, read_published_lines
 from bench.validation.figure import draw_accuracy_figure
 from bench.validation.gate import MovedError, compare_errors, render_moved
+from bench.validation.gpu_rows import list_measured_residuals, render_gpu_page
 from bench.validation.interval_fit import fit_intervals, write_intervals
 from bench.validation.leave_out import score_left_out
 from bench.validation.measured import render_step_times
@@ -51,14 +52,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--output", type=parse_path_argument, default=ACCURACY_PAGE, help="the page to write; its figure lies beside it"
     )
-    parser.add_argument(
-        "--measured", type=parse_path_argument, metavar="STORE", help="compare with these rows' step times instead"
-    )
+    parser.add_argument("--measured", type=parse_path_argument, metavar="STORE", help="compare with these rows instead")
     parser.add_argument(
         "--hardware",
         type=parse_path_argument,
         metavar="FILE",
-        help="what --measured ran on, as bench.calibrate wrote it",
+        help="what --measured ran on, as bench.calibrate wrote it; left out where that was a GPU",
     )
     options = parser.parse_args(arguments)
     if options.json is not None and options.published is None:
@@ -92,10 +91,14 @@ def _report_published_table(path: Path, json_path: Path | None) -> int:
 
 
 def _report_measured_step_times(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    """The table of measured and predicted step times, printed and, if asked for, written."""
-    if options.measured is None or options.hardware is None:
-        parser.error("--measured and --hardware go together")
-    page_text = render_step_times(options.measured, options.hardware)
+    """The table of measured and predicted rows, printed and, if asked for, written."""
+    if options.measured is None:
+        parser.error("--hardware goes with --measured")
+    page_text = (
+        render_gpu_page(options.measured)
+        if options.hardware is None
+        else render_step_times(options.measured, options.hardware)
+    )
     if options.output != ACCURACY_PAGE:
         options.output.write_text(page_text, encoding="utf-8")
     print(page_text)
@@ -112,7 +115,7 @@ def _write_accuracy(output: Path, *, fits_intervals: bool) -> int:
     readings = read_lines(list_published_lines())
     scores, reasons = score_readings(readings)
     if fits_intervals:
-        write_intervals(fit_intervals(scores), INTERVALS_FILE)
+        write_intervals(fit_intervals(scores, list_measured_residuals()), INTERVALS_FILE)
         load_interval_file.cache_clear()
         scores, reasons = score_readings(readings)
     left_out = score_left_out(scores)

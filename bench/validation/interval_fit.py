@@ -178,9 +178,15 @@ def _compute_quantile(values: Sequence[float]) -> float:
     return sorted(values)[math.ceil(SIDE_LEVEL * len(values)) - 1]
 
 
-def fit_intervals(scores: Sequence[Score]) -> dict[str, Any]:
-    """What ``intervals.json`` holds: factors by metric, class of device and class of row, and how they were chosen."""
-    factors = {metric: _fit_metric(scores, metric) for metric in INTERVAL_METRICS}
+def fit_intervals(scores: Sequence[Score], measured: Mapping[str, Sequence[Residual]]) -> dict[str, Any]:
+    """What ``intervals.json`` holds: factors by metric, class of device and class of row, and how they were chosen.
+
+    Parameters
+    ----------
+    measured: mapping
+        By metric, residuals of the suite's own rows of devices without published training rows: complete ones.
+    """
+    factors = {metric: _fit_metric(scores, metric, measured.get(metric, ())) for metric in INTERVAL_METRICS}
     _borrow_from_other_memory(factors)
     return {
         "target coverage": TARGET_COVERAGE,
@@ -219,11 +225,15 @@ def _borrow_from_other_memory(factors: Mapping[str, dict[str, dict[str, FittedIn
                 )
 
 
-def _fit_metric(scores: Sequence[Score], metric: str) -> dict[str, dict[str, FittedInterval]]:
+def _fit_metric(
+    scores: Sequence[Score], metric: str, measured: Sequence[Residual]
+) -> dict[str, dict[str, FittedInterval]]:
     row_classes = (COMPLETE, ROUGH, *([LAYOUTS] if metric == STEP_TIME else []))
     residuals = {name: list_residuals(scores, metric, name) for name in row_classes}
     classes: dict[str, dict[str, FittedInterval]] = {}
     for device_class, is_device_left_out in ((TRAINING_ROWS, False), (MICROBENCHMARKS, True)):
+        if device_class == MICROBENCHMARKS:
+            residuals[COMPLETE] = [*residuals[COMPLETE], *measured]
         classes[device_class] = _fit_row_classes(residuals, is_device_left_out=is_device_left_out)
     classes[DERIVED] = {
         name: _widen(interval, DERIVED_FACTOR, f"assumed: {DERIVED_FACTOR} times {MICROBENCHMARKS}")

@@ -165,7 +165,7 @@ def test_a_wave_that_is_not_full_takes_longer_than_its_work() -> None:
     assert one_row_more > 1.2 * full
 
 
-def test_products_whose_rows_are_not_aligned_are_slower_in_16_bits_alone() -> None:
+def test_products_whose_rows_are_not_aligned_are_slower_on_tensor_cores_alone() -> None:
     shape = [(1, 8192, 14336, 51136)]
     aligned = seconds(matmuls(shape))[0]
     assert A100.speeds is not None
@@ -176,6 +176,8 @@ def test_products_whose_rows_are_not_aligned_are_slower_in_16_bits_alone() -> No
         slower = seconds(matmuls(shape, row_bytes=row_bytes))[0]
         assert slower == pytest.approx(aligned / shares[str(row_bytes)], rel=0.01)
         assert seconds(matmuls(shape, "fp32", row_bytes)) == seconds(matmuls(shape, "fp32"))
+    tf32_seconds = [seconds(matmuls(shape, "fp32", row_bytes), precision=TF32)[0] for row_bytes in (4, 8, 16)]
+    assert tf32_seconds[2] / np.array(tf32_seconds) == pytest.approx([shares["2"], shares["4"], 1.0], rel=0.01)
     assert seconds(matmuls(shape, row_bytes=0))[0] == aligned, "what is not known is taken to be aligned"
 
 

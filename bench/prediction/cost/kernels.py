@@ -14,6 +14,7 @@ from bench.hardware.attention_kernels import choose_sdpa_kernel
 from bench.hardware.speeds import AttentionSpeed, HardwareSpeeds, MatmulSpeed, ProcessorSpeed
 from bench.prediction.trace.cpu_memory import find_query_block_size
 from bench.prediction.trace.kernels import (
+    ALIGNED_ROW_BYTES,
     ATTENTION,
     ATTENTION_BACKWARD_MATMULS,
     ATTENTION_FORWARD_MATMULS,
@@ -225,8 +226,12 @@ def _compute_arithmetic_seconds(
             seconds[selected] = compute_matmul_seconds(
                 kernels.dims[selected, :4], peak_flops * efficiency, speeds.matmul
             )
-            if format_name in HALF_PRECISION_FORMATS:
-                seconds[selected] /= find_alignment_shares(kernels.dims[selected, 5], speeds.matmul)
+            row_bytes = kernels.dims[selected, 5]
+            if format_name == "fp32" and precision.tf32:
+                # Assumed: rows aligned to one number of TF32's cost what those aligned to one of 16 bits do.
+                row_bytes = np.where(row_bytes < ALIGNED_ROW_BYTES, row_bytes / 2, row_bytes)
+            if format_name in HALF_PRECISION_FORMATS or precision.tf32:
+                seconds[selected] /= find_alignment_shares(row_bytes, speeds.matmul)
             for index in _find_grouped_kernels(kernels, selected) if expert_tokens else ():
                 seconds[index] = compute_grouped_matmul_seconds(
                     kernels.operators[index],

@@ -239,6 +239,10 @@ class TimedPipelineStage(PipelineStage):
         with self.stage_timer.record_span():
             return super().backward_weight_one_chunk(*args, **kwargs)
 
+    def _validate_fwd_outputs(self, outputs: tuple[torch.Tensor, ...]) -> None:
+        """Nothing: torch 2.11 compares outputs with the examples, and of the last stage's, which goes nowhere, there is
+        none."""
+
 
 class PipelineStepper(Stepper):
     """Has a schedule carry out all micro-batches of a step."""
