@@ -270,7 +270,9 @@ class DDPPlan(ReplicatedPlan):
         """Buckets are made anew in the order in which the first step's gradients came, before the old ones are freed
         (https://github.com/pytorch/pytorch/pull/44326). Seen in results/measured/h200: of five runs with DDP or ZeRO-1
         four of GPT and DHEN held exactly one copy of the gradients more before the timed steps than in them."""
-        num_buckets = max(1, round(self.buckets_bytes / self._bucket_bytes)) if self._has_bucket_views else 0
+        if not self._has_bucket_views:
+            return ()
+        num_buckets = max(1, round(self.buckets_bytes / self._bucket_bytes))
         return [self.buckets_bytes / num_buckets] * num_buckets
 
     @property

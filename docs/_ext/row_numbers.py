@@ -8,7 +8,7 @@ import json
 import re
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from bench.config.compose import compose_config
@@ -27,7 +27,9 @@ ACCURACY_PAGE = RESULTS / "predicted" / "ACCURACY.md"
 """Compared by a test with what the predictor says."""
 CALIBRATION_PAGE = RESULTS / "calibration" / "README.md"
 """Compared by a test with its rows."""
-GPU_CHECK = RESULTS / "checks" / "h100.json"
+GPU_PAGE = RESULTS / "measured" / "h200" / "README.md"
+"""Compared by a test with its rows."""
+GPU_CHECKS = tuple(RESULTS / "checks" / f"{name}.json" for name in ("h100", "h200"))
 
 
 @functools.cache
@@ -113,10 +115,24 @@ def predicted_peaks() -> str:
     return f"{len(errors)} compared, {mean} off on average, {_format_percent(max(errors), 2)} at worst"
 
 
+@functools.cache
+def _read_gpu_checks() -> list[Record]:
+    return [json.loads(path.read_text(encoding="utf-8")) for path in GPU_CHECKS]
+
+
 def gpu_check_runs() -> str:
-    """What of this suite ran on a GPU: the number of runs, and on which."""
-    check = json.loads(GPU_CHECK.read_text(encoding="utf-8"))
-    return f"{len(check['runs'])} runs on one {check['gpu']}"
+    """What ``bench.check`` ran on GPUs: the number of runs, and on which."""
+    return ", ".join(f"{len(check['runs'])} runs on one {check['gpu']}" for check in _read_gpu_checks())
+
+
+def gpu(quantity: str, column: str) -> str:
+    """One number of the first table of the page of the H200: step time, allocated memory or reserved memory; runs, and
+    before or now with mean, worst or within."""
+    table = GPU_PAGE.read_text(encoding="utf-8").partition("|---")[2]
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[1:4]]
+    (cells,) = (cells for cells in lines if cells[0] == quantity)
+    columns = ["runs", *(f"{when} {what}" for when in ("before", "now") for what in ("mean", "worst", "within"))]
+    return cells[1 + columns.index(column)].replace("%", " %")
 
 
 def write_row_counts() -> str:
@@ -229,7 +245,10 @@ def write_evidence() -> str:
     import reference_tables
 
     rows = [row for store in ("measured", "predicted") for row in read_rows(store) if row.get("config")]
-    checked = [run["config"] for run in json.loads(GPU_CHECK.read_text(encoding="utf-8"))["runs"]]
+    checked = {
+        check["gpu"].removeprefix("NVIDIA ").split()[0]: [run["config"] for run in check["runs"]]
+        for check in _read_gpu_checks()
+    }
     lines = [
         *(
             EvidenceLine(
@@ -247,7 +266,7 @@ def write_evidence() -> str:
     )
 
 
-def _describe_evidence(line: EvidenceLine, rows: list[Record], checked: list[Record]) -> list[str]:
+def _describe_evidence(line: EvidenceLine, rows: list[Record], checked: Mapping[str, list[Record]]) -> list[str]:
     found = [row for row in rows if line.matches(row["config"])]
 
     def list_devices(evidence: str) -> str:
@@ -255,8 +274,9 @@ def _describe_evidence(line: EvidenceLine, rows: list[Record], checked: list[Rec
         return ", ".join({"cpu": "CPU", "cuda": "GPU"}[device] for device in sorted(devices)) or "–"
 
     measured, predicted = list_devices("measured"), list_devices("predicted")
-    if any(line.matches(config) for config in checked):
-        measured = f"{measured}, H100 (check)"
+    for name, configs in checked.items():
+        if any(map(line.matches, configs)):
+            measured = f"{measured}, {name} (check)".removeprefix("–, ")
     has_run = measured != "–" or list_devices("rehearsed") != "–"
     is_installed = all(importlib.util.find_spec(package) for package in line.packages)
     if predicted == "–" and (not is_installed or is_predictable(line.typed)):

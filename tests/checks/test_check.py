@@ -272,18 +272,22 @@ def test_a_stopped_check_has_not_passed() -> None:
     assert build_results_table([CheckResult("a", PASSED, "b")]).row_count == 1
 
 
-# --- What was measured on a GPU, against a CPU's losses and predicted memory: ``results/checks/h100.json``.
+# --- What was measured on GPUs, against a CPU's losses and predicted memory: ``results/checks``.
+
+GPU_CHECKS = {name: json.loads((ROOT / f"results/checks/{name}.json").read_text()) for name in ("h100", "h200")}
+
+HARDWARE = {"h100": "h100_80gb", "h200": "h200"}
+
+MAX_MISSING_BYTES = {"h100": 1.8e6, "h200": 5.6e6}
+"""The latter of DDP after two steps of warm-up: that it makes its buckets anew shows later there."""
+
+OTHER_RUNS = ("measured", "rehearsed", "profiled", "fits")
+"""GPT-350M; all others are of a million parameters, and their losses are a CPU's."""
 
 
-H100_CHECK = json.loads((ROOT / "results/checks/h100.json").read_text())
-
-LARGE_RUN = "measured"
-"""GPT-350M; all others are of a million parameters."""
-
-
-def predict_allocated_bytes() -> dict[str, float]:
-    hardware = compose_config({"hardware": "h100_80gb"})["hardware"]
-    runs: list[dict[str, Any]] = H100_CHECK["runs"]
+def predict_allocated_bytes(gpu: str) -> dict[str, float]:
+    hardware = compose_config({"hardware": HARDWARE[gpu]})["hardware"]
+    runs: list[dict[str, Any]] = GPU_CHECKS[gpu]["runs"]
     configs = [build_run_config({**run["config"], "mode": "predict", "hardware": hardware}) for run in runs]
     return {
         run["run"]: prediction.memory.allocated.value
@@ -291,24 +295,32 @@ def predict_allocated_bytes() -> dict[str, float]:
     }
 
 
-def test_losses_on_a_gpu_are_those_of_a_cpu() -> None:
+@pytest.mark.parametrize(("gpu", "runs", "strategies"), [("h100", 18, 9), ("h200", 14, 10)])
+def test_losses_on_a_gpu_are_those_of_a_cpu(gpu: str, runs: int, strategies: int) -> None:
     reference = load_reference_losses()
-    compared = [run for run in H100_CHECK["runs"] if run["run"] != LARGE_RUN]
-    assert len(compared) == 18
-    assert len({run["run"].partition(" ")[0] for run in compared}) == 9
+    compared = [run for run in GPU_CHECKS[gpu]["runs"] if run["run"] not in OTHER_RUNS]
+    assert len(compared) == runs
+    assert len({run["run"].partition(" ")[0] for run in compared}) == strategies
     for run in compared:
         expected = reference[run["run"].rpartition(" ")[2]]
-        assert run["losses"] == pytest.approx(expected, rel=2.4e-7), run["run"]
+        assert run["losses"] == pytest.approx(expected[: len(run["losses"])], rel=2.4e-7), run["run"]
+
+
+def test_a_whole_check_on_a_gpu_found_nothing_wrong() -> None:
+    checks = GPU_CHECKS["h200"]["checks"]
+    assert [check["name"] for check in checks if check["status"] == FAILED] == []
+    assert len([check for check in checks if check["status"] == PASSED]) == 22
 
 
 @pytest.mark.slow
-def test_predicted_memory_is_what_the_allocator_of_a_gpu_had() -> None:
-    predicted_bytes = predict_allocated_bytes()
-    for run in H100_CHECK["runs"]:
+@pytest.mark.parametrize("gpu", GPU_CHECKS)
+def test_predicted_memory_is_what_the_allocator_of_a_gpu_had(gpu: str) -> None:
+    predicted_bytes = predict_allocated_bytes(gpu)
+    for run in GPU_CHECKS[gpu]["runs"]:
         too_large = predicted_bytes[run["run"]] - run["peak_allocated_bytes"]
-        if "accelerate" in run["run"]:  # which leaves DDP out where there is one process
+        if run["run"] in OTHER_RUNS:
+            assert abs(too_large) < 0.0005 * run["peak_allocated_bytes"], run["run"]
+        elif "accelerate" in run["run"]:  # which leaves DDP out where there is one process
             assert 0 < too_large < 4.2e6, run["run"]
         else:
-            assert -1.8e6 < too_large < 0, run["run"]
-    large = next(run for run in H100_CHECK["runs"] if run["run"] == LARGE_RUN)
-    assert predicted_bytes[LARGE_RUN] == pytest.approx(large["peak_allocated_bytes"], rel=0.0003)
+            assert -MAX_MISSING_BYTES[gpu] < too_large < 0, run["run"]

@@ -131,7 +131,7 @@ def build_config(**settings: object) -> RunConfig:
 def test_what_is_played_is_what_was_simulated(strategy):
     """The same peak, nothing left over, and a third step like the second: nothing more is asked of the device."""
     config = build_config(strategy=strategy)
-    replay = replay_steps(config)
+    replay = replay_steps(config, num_steps=3)
     allocator = replay.allocator
     predicted = predict_run(config).memory
     assert allocator.peak_allocated == pytest.approx(predicted.allocated.value, rel=0.01)

@@ -21,7 +21,7 @@ from bench.launch.ranks import StopSignal
 from bench.launch.slurm.launcher import compute_job_shape
 from bench.launch.task import LaunchTask
 from bench.rank.engine import Engine, build_engine
-from bench.rank.rehearsal_group import init_rehearsal_group
+from bench.rank.rehearsal_group import CompletedWork, init_rehearsal_group
 from tests.conftest import CPU, ROOT, SMALL_GPT, compose_run_config
 
 MEASURED = ROOT / "results" / "measured" / "cpu_memory"
@@ -341,3 +341,26 @@ def test_a_sweep_goes_on_where_its_time_was_up(tmp_path: Path, capsys: pytest.Ca
     table = records.load(tmp_path)
     assert list(table.status) == ["ok"] * 3
     assert list(table.attempt) == [0] * 3
+
+
+def test_waiting_for_a_rehearsed_collective_keeps_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A future's wait has the allocator keep its tensors for the stream that waits, which NCCL's work does not."""
+    calls: list[str] = []
+
+    class Stream:
+        def __init__(self, name: str) -> None:
+            self._name = name
+
+        def record_event(self) -> str:
+            calls.append(f"{self._name} records")
+            return f"event of {self._name}"
+
+        def wait_event(self, event: str) -> None:
+            calls.append(f"{self._name} waits for the {event}")
+
+    streams = iter([Stream("gather stream"), Stream("compute stream")])
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: next(streams))
+    work = CompletedWork([torch.ones(1)], torch.device("cuda"))
+    monkeypatch.setattr(torch.futures, "Future", None)
+    assert work.wait()
+    assert calls == ["gather stream records", "compute stream waits for the event of gather stream"]
