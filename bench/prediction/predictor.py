@@ -64,7 +64,8 @@ MIN_RUNS_FOR_PROCESSES = 40
 """Runs from which on it pays to share the work among processes."""
 
 NUM_REPLAYED_STEPS = 2
-"""The first makes optimizer state and fills the allocator's cache; the second is like all later ones."""
+"""The first makes optimizer state and fills the allocator's cache; the second is like all later ones, but for what a
+plan holds in it alone."""
 
 RUNS_PER_TASK = 32
 """Runs a process takes at a time."""

@@ -219,6 +219,9 @@ def _format_summary(title: str, rows: Sequence[GpuRow], quantity: str) -> str:
 def _format_row(row: GpuRow) -> str:
     config = row.config
     settings = [config.model.name, row.row["effective_strategy"], config.precision.name]
+    described = compose_config({"model": config.model.name})["model"]
+    changed = {key: value for key, value in row.row["config"]["model"].items() if described.get(key) != value}
+    settings += [f"{key}={value}" for key, value in changed.items()]
     settings += ["compiled"] if config.compile else []
     settings += [f"{config.gpus} x {config.batch_size_per_gpu} x {config.sequence_length}"]
     settings += [f"limit {config.hardware.memory_limit_gib:g} GiB"] if config.hardware.memory_limit_gib else []
