@@ -219,7 +219,7 @@ def _describe_differing_settings(configs: Sequence[RunConfig]) -> dict[str, str]
 
 
 def _list_settings(config: RunConfig) -> dict[str, Any]:
-    """Settings of the run and knobs of its strategy that `_format_run_cells` does not show."""
+    """Settings of the run, fields of its model and knobs of its strategy that `_format_run_cells` does not show."""
     scalars = {name: value for name, value in get_fields(config).items() if isinstance(value, (int, str))}
     shown_elsewhere = ("mode", "gpus", "gpus_per_node", "batch_size_per_gpu")
     requested_knobs = {
@@ -231,6 +231,7 @@ def _list_settings(config: RunConfig) -> dict[str, Any]:
         **{name: value for name, value in scalars.items() if name not in shown_elsewhere},
         "gradient_clip_norm": config.gradient_clip_norm,
         **{f"{config.strategy.name}.{name}": value for name, value in knobs.items()},
+        **{f"model.{name}": str(value) for name, value in get_fields(config.model).items() if name != "name"},
         **{f"finetune.{name}": str(value) for name, value in get_fields(config.finetune).items() if name != "name"},
     }
 

@@ -205,6 +205,13 @@ def test_runs_that_differ_in_a_knob_alone_have_names_of_their_own(knob):
     assert len(set(_describe_differing_settings(configs).values())) == 2
 
 
+def test_runs_of_a_model_with_other_fields_are_told_apart() -> None:
+    configs = [
+        compose_run_config("model=gpt_tiny", "hardware=cpu", f"model.vocabulary_size={size}") for size in (64, 65)
+    ]
+    assert sorted(_describe_differing_settings(configs).values()) == ["vocabulary_size=64", "vocabulary_size=65"]
+
+
 def test_what_is_not_done_is_not_named():
     rows = [make_record(), make_record(gradient_clip_norm=1.0)]
     assert [heading.endswith("gradients clipped to 1") for heading in prepare_table(rows)["heading"]] == [False, True]
