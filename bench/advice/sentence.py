@@ -17,6 +17,7 @@ from bench.hardware.derived import describe_assumed_share
 from bench.hardware.interconnect import describe_network
 from bench.models.checkpointing import describe_checkpointing
 from bench.prediction.cost.kernels import HALF_PRECISION_FORMATS
+from bench.prediction.prediction import TOO_CLOSE
 from bench.prediction.trace.kernels import ALIGNED_ROW_BYTES
 
 MIN_NETWORK_SHARE = 0.05
@@ -72,15 +73,15 @@ def describe_advice(possible: Sequence[RankedCandidate], infeasible: Sequence[Ra
 
 def list_warnings(candidates: Sequence[RankedCandidate]) -> list[str]:
     """Why a ranking may not compare like with like: steps of more tokens than models of this size are trained with,
-    where no global batch was asked for; that most of what is known of the hardware is assumed; and what slows every
-    candidate alike and need not, a vocabulary whose rows are not aligned.
+    where no global batch was asked for; that most of what is known of the hardware is assumed; what slows every
+    candidate alike and need not, a vocabulary whose rows are not aligned; and that one step decides whether some fit.
 
     Sources: McCandlish et al. 2018, arXiv:1812.06162 (the largest useful batch, as the gradient noise scale predicts
     it); Llama Team 2024, arXiv:2407.21783, section 3.4.1 (4M tokens at first, then 8M, and 16M after 2.87T tokens).
     """
     config = candidates[0].config if candidates else None
     texts = [] if config is None else [describe_assumed_share(config.hardware), _describe_unaligned_head(config)]
-    warnings = [text for text in texts if text is not None]
+    warnings = [text for text in (*texts, _describe_second_step(candidates)) if text is not None]
     large_steps = [
         candidate.config.tokens_per_step
         for candidate in candidates
@@ -97,6 +98,25 @@ def list_warnings(candidates: Sequence[RankedCandidate]) -> list[str]:
     ]
 
 
+def _describe_second_step(candidates: Sequence[RankedCandidate]) -> str | None:
+    """That what DDP holds in its second step alone decides whether a candidate fits; None where it decides nothing."""
+    decided = [
+        memory
+        for candidate in candidates
+        if candidate.config.hardware.device != "cpu"
+        and (memory := candidate.prediction.memory).verdict == TOO_CLOSE
+        and memory.capacity is not None
+        and memory.allocated.high <= memory.capacity < memory.allocated.high + memory.beside
+    ]
+    if not decided:
+        return None
+    extra_text = presentation.format_memory(max(memory.beside for memory in decided))
+    return (
+        f"DDP holds its gradients twice in its second step, up to {extra_text} more, while it makes its buckets anew: "
+        f"of {presentation.format_plural(len(decided), 'candidate')} that decides whether it fits"
+    )
+
+
 def _describe_unaligned_head(config: RunConfig) -> str | None:
     """That the vocabulary makes the head slow; None where it does not."""
     tokens, speeds = getattr(config.model, "vocabulary_size", None), config.hardware.speeds
@@ -110,7 +130,7 @@ def _describe_unaligned_head(config: RunConfig) -> str | None:
         return None
     multiple = USUAL_VOCABULARY_MULTIPLE * math.ceil(tokens / USUAL_VOCABULARY_MULTIPLE)
     return (
-        f"vocabulary_size={tokens} is no multiple of 8, so that backward of the head reaches {format_percent(share)} "
+        f"vocabulary_size={tokens} is no multiple of 8, so that the head reaches {format_percent(share)} "
         f"of its speed on {config.hardware.name}: model.vocabulary_size={multiple} has rows that are aligned"
     )
 

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from bench import advise, predict
 from bench.advice.question import read_question
-from bench.advice.ranking import CandidateRanking
+from bench.advice.ranking import CandidateRanking, RankedCandidate
 from bench.advice.sentence import list_warnings
 from bench.advice.tree.agreement import describe_agreement
 from bench.advice.tree.answers import ANSWER_FUNCTIONS
@@ -26,9 +26,10 @@ from bench.config.run_config import build_run_config
 from bench.finetune.lora import LoRA
 from bench.finetune.qlora import QLoRA
 from bench.planning.request import parse_sweep_request
-from bench.prediction.prediction import PredictedRange
+from bench.prediction.prediction import FITS, PredictedRange
+from bench.prediction.predictor import predict_run
 from bench.strategies import list_strategies
-from tests.conftest import CPU, needs
+from tests.conftest import CPU, compose_run_config, needs
 
 MODEL_OVERRIDES = (
     "model=gpt_tiny",
@@ -549,7 +550,8 @@ def test_a_vocabulary_whose_rows_are_not_aligned_is_warned_about() -> None:
         config = build_run_config(
             compose_config({"mode": "predict", "model": "gpt_125m", **dict(setting.split("=") for setting in settings)})
         )
-        return list_warnings([SimpleNamespace(config=config)])  # type: ignore[list-item]
+        prediction = SimpleNamespace(memory=SimpleNamespace(verdict=FITS))
+        return list_warnings([SimpleNamespace(config=config, prediction=prediction)])  # type: ignore[list-item]
 
     (warning,) = warn("hardware=h100_80gb", "precision=bf16")
     assert warning.startswith("vocabulary_size=50257 is no multiple of 8")
@@ -559,3 +561,19 @@ def test_a_vocabulary_whose_rows_are_not_aligned_is_warned_about() -> None:
     assert "vocabulary" not in " ".join(warn("hardware=rtx_3090", "precision=bf16")), (
         "where aligned products are no faster"
     )
+
+
+def test_what_one_step_alone_decides_is_said() -> None:
+    """GPT-1.3B with DDP and 32 GiB ran out of memory on an H200 before its third step (results/measured/h200)."""
+
+    def warn(strategy: str) -> list[str]:
+        config = compose_run_config(
+            "model=gpt_1b3", f"strategy={strategy}", "gpus=1", "hardware=h200", "hardware.memory_limit_gib=32",
+            "precision=bf16", "batch_size_per_gpu=4", "sequence_length=2048", "activation_checkpointing=full",
+        )  # fmt: skip
+        candidate = RankedCandidate({}, config, predict_run(config), None)
+        return [warning for warning in list_warnings([candidate]) if "second step" in warning]
+
+    (warning,) = warn("ddp")
+    assert "up to 4.90 GiB more" in warning
+    assert warn("fsdp") == []
