@@ -33,6 +33,7 @@ STORES = {
     "default_sweep": ("measured/cpu_2core",),
     "strategies": ("measured/strategies",),
     "pipelines": ("measured/cpu_pipelines",),
+    "h200": ("measured/h200",),
     "frameworks": ("measured/cpu_frameworks",),
 }
 """Folders of ``results`` by the names of their reports on the site, those that take longest first."""
