@@ -235,6 +235,9 @@ def _fit_metric(
         if device_class == MICROBENCHMARKS:
             residuals[COMPLETE] = [*residuals[COMPLETE], *measured]
         classes[device_class] = _fit_row_classes(residuals, is_device_left_out=is_device_left_out)
+    classes[MICROBENCHMARKS] = {
+        name: _widen_to(interval, classes[TRAINING_ROWS][name]) for name, interval in classes[MICROBENCHMARKS].items()
+    }
     classes[DERIVED] = {
         name: _widen(interval, DERIVED_FACTOR, f"assumed: {DERIVED_FACTOR} times {MICROBENCHMARKS}")
         for name, interval in classes[MICROBENCHMARKS].items()
@@ -275,6 +278,11 @@ def _fit_layouts(
         return None
     fitted = fit_interval(residuals, is_device_left_out=is_device_left_out)
     return dataclasses.replace(fitted, low=min(fitted.low, complete.low), high=max(fitted.high, complete.high))
+
+
+def _widen_to(interval: FittedInterval, other: FittedInterval) -> FittedInterval:
+    """No narrower than another one."""
+    return dataclasses.replace(interval, low=min(interval.low, other.low), high=max(interval.high, other.high))
 
 
 def _widen(interval: FittedInterval, factor: float, basis: str) -> FittedInterval:

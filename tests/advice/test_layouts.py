@@ -30,7 +30,8 @@ def ask(*arguments: str, modes: str = "none,full", choice: str = "all") -> Layou
 
 LONG_LLAMA = ("model=llama3_8b", "model.block_size=32768", "sequence_length=32768")
 
-SMALL_QUESTION = (*SMALL_GPT, "hardware=h100_80gb", "gpus=8", "global_batch=16", "sequence_length=64")
+FAST_HOST = ("hardware.speeds.launch.unit_us=1", "hardware.speeds.launch.operator_us=1")
+SMALL_QUESTION = (*SMALL_GPT, "hardware=h100_80gb", *FAST_HOST, "gpus=8", "global_batch=16", "sequence_length=64")
 
 
 # Which there are

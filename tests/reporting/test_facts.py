@@ -115,7 +115,8 @@ def test_parts_of_the_step_add_up(shipped):
     )
     assert {"1", "8", "64"} <= set(table["F"])
     for row in table.to_dict("records"):
-        parts = [float(row[name]) for name in ("Compute", "Optimizer", "Communication not hidden")]
+        names = ("Compute", "Optimizer", "Communication not hidden", "Waiting for the host")
+        parts = [float(row[name]) for name in names]
         assert sum(parts) == pytest.approx(float(row["Step"]), rel=0.01)
         assert float(row["Communication"]) >= float(row["Communication not hidden"])
     assert paper_tables.build_time_parts_table([make_record()]).empty

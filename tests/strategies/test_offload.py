@@ -198,7 +198,9 @@ def test_time_follows_from_the_link_and_from_the_memory_of_the_machine() -> None
 
 def test_what_limits_a_step_is_where_it_goes_and_is_explained() -> None:
     explained = next(column.meaning for column in COLUMNS if column.name == "limited_by")
-    for knobs, limit in ((OFFLOAD_PARAMETERS, "host link"), (OFFLOAD_BOTH, "host memory"), ({}, "compute")):
+    fast_host = {"hardware.speeds.launch.unit_us": 1, "hardware.speeds.launch.operator_us": 1}
+    limits = ((OFFLOAD_PARAMETERS, "host link"), (OFFLOAD_BOTH, "host memory"))
+    for knobs, limit in (*limits, (fast_host, "compute"), ({}, "kernel launches")):
         time = predict_large_run(**knobs).time
         assert time is not None
         assert time.limited_by == limit

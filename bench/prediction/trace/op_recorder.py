@@ -243,7 +243,7 @@ def describe_kernel(func: Any, args: Any, kwargs: Any, out: Any) -> KernelRecord
         )  # followed by scales; an addmm begins with bias
         format_ = FP8_FORMAT if name == FP8_MATMUL else format_
         batch = left.shape[0] if left.dim() == 3 else 1
-        row_bytes = min(map(_find_row_alignment, (left, right, out)))
+        row_bytes = min(map(_find_row_alignment, (left, right, *results)))
         sizes = (batch, left.shape[-2], right.shape[-1], left.shape[-1])
         return name, MATMUL, format_, (*sizes, int(_is_transposed(left)), row_bytes), int(flops), bytes_moved
     return name, MEMORY_BOUND, format_, (0, 0, 0, 0, 0), 0, bytes_moved

@@ -153,13 +153,14 @@ def build_step_table(table: pd.DataFrame, *knobs: str) -> pd.DataFrame:
 def build_time_parts_table(records: Sequence[Record]) -> pd.DataFrame:
     """What the predicted step consists of, in ms: a row per predicted record that has a time, by sharding factor.
 
-    ``Compute``, ``Optimizer`` and ``Communication not hidden`` add up to the step but for what the CPU is late with;
-    ``Communication`` is all of it, hidden or not.
+    ``Compute``, ``Optimizer``, ``Communication not hidden`` and ``Waiting for the host``, which starts operators late,
+    add up to the step; ``Communication`` is all of it, hidden or not.
     """
     part_labels = {
         "compute_s": "Compute",
         "optimizer_s": "Optimizer",
         "exposed_communication_s": "Communication not hidden",
+        "bubble_s": "Waiting for the host",
         "communication_s": "Communication",
     }
     rows = []
