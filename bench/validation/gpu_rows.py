@@ -39,7 +39,7 @@ PAGE_HEAD = """# {gpu}: measured, rehearsed and predicted
 `python -m bench.predict validate --measured {store} --output FILE` writes this page. {provenance}
 
 **Before** is what was predicted before anything had run there{versions}; **now** is what is predicted today, and some
-of what today's predictor knows it learned from these rows ([which](../README.md#what-the-rows-of-the-h200-changed)).
+of what today's predictor knows it learned from these rows (`results/measured/README.md` says which).
 Above 0, less was measured than predicted. Of rehearsals only allocated memory is compared: their steps wait for nobody,
 and they reserved more than a real run, since their collectives kept memory from being used again (mended since).
 
