@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import statistics
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from bench.prediction.intervals import INTERVAL_METRICS
 from bench.prediction.prediction import DOES_NOT_FIT, PredictedRange, Prediction
 from bench.prediction.predictor import predict_runs
 from bench.records import Record
+from bench.records.matching import build_run_key, encode_config_key
 from bench.reporting.builder import read_store
 from bench.validation.interval_fit import Residual
 from bench.validation.measured import parse_recorded_config
@@ -30,9 +30,6 @@ INTERVAL_METRIC_BY_QUANTITY = dict(zip(QUANTITIES, INTERVAL_METRICS, strict=True
 
 MEASURED_STORES = ("h200",)
 """Below results/measured: those of GPUs."""
-
-UNCOMPARED_SECTIONS = ("mode", "rehearse", "measurement")
-"""Of a configuration: what tells a run from the prediction of the same."""
 
 PAGE_HEAD = """# {gpu}: measured, rehearsed and predicted
 
@@ -100,10 +97,10 @@ class GpuRow:
     def compare_now(self, quantity: str) -> Comparison | None:
         """The same with today's prediction."""
         measured, time = self._find_measured(quantity), self.prediction.time
-        if measured is None or time is None:
-            return None
-        value: PredictedRange = time.step_s if quantity == STEP_TIME else getattr(self.prediction.memory, quantity)
-        return Comparison(measured, value.value, value.low, value.high)
+        value: PredictedRange | None = getattr(self.prediction.memory, quantity, None)
+        if quantity == STEP_TIME:
+            value = None if time is None else time.step_s
+        return None if measured is None or value is None else Comparison(measured, value.value, value.low, value.high)
 
     def _find_measured(self, quantity: str) -> float | None:
         if quantity != ALLOCATED and self.row["evidence"] == "rehearsed":
@@ -120,7 +117,7 @@ def read_gpu_rows(store_path: Path) -> list[GpuRow]:
         If there is none of a GPU.
     """
     records = read_store(store_path).records
-    earlier_by_setting = {_build_setting_key(row): row for row in records if row["evidence"] == "predicted"}
+    earlier_by_run = {_encode_run(row): row for row in records if row["evidence"] == "predicted"}
     rows = [
         row
         for row in records
@@ -131,9 +128,14 @@ def read_gpu_rows(store_path: Path) -> list[GpuRow]:
     rows.sort(key=lambda row: row["started_at"])
     configs = [_use_current_hardware(parse_recorded_config(row)) for row in rows]
     return [
-        GpuRow(row, config, earlier_by_setting.get(_build_setting_key(row)), prediction)
+        GpuRow(row, config, earlier_by_run.get(_encode_run(row)), prediction)
         for row, config, prediction in zip(rows, configs, predict_runs(configs), strict=True)
     ]
+
+
+def _encode_run(row: Record) -> str:
+    """What was run, without how its evidence came about."""
+    return encode_config_key(build_run_key(row) or {})
 
 
 def _use_current_hardware(config: RunConfig) -> RunConfig:
@@ -141,11 +143,6 @@ def _use_current_hardware(config: RunConfig) -> RunConfig:
     described = build_run_config(compose_config({"mode": "predict", "hardware": config.hardware.name})).hardware
     hardware = dataclasses.replace(described, memory_limit_gib=config.hardware.memory_limit_gib)
     return dataclasses.replace(config, hardware=hardware)
-
-
-def _build_setting_key(row: Record) -> str:
-    sections = {name: value for name, value in row["config"].items() if name not in UNCOMPARED_SECTIONS}
-    return json.dumps(sections, sort_keys=True)
 
 
 def list_measured_residuals() -> dict[str, list[Residual]]:

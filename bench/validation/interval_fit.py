@@ -232,9 +232,9 @@ def _fit_metric(
     residuals = {name: list_residuals(scores, metric, name) for name in row_classes}
     classes: dict[str, dict[str, FittedInterval]] = {}
     for device_class, is_device_left_out in ((TRAINING_ROWS, False), (MICROBENCHMARKS, True)):
-        if device_class == MICROBENCHMARKS:
-            residuals[COMPLETE] = [*residuals[COMPLETE], *measured]
-        classes[device_class] = _fit_row_classes(residuals, is_device_left_out=is_device_left_out)
+        own = measured if device_class == MICROBENCHMARKS else ()
+        rows = {**residuals, COMPLETE: [*residuals[COMPLETE], *own]}
+        classes[device_class] = _fit_row_classes(rows, is_device_left_out=is_device_left_out)
     classes[MICROBENCHMARKS] = {
         name: _widen_to(interval, classes[TRAINING_ROWS][name]) for name, interval in classes[MICROBENCHMARKS].items()
     }
@@ -261,10 +261,7 @@ def _fit_row_classes(
             basis = f"assumed: {SINGLE_GROUP_FACTOR} times what {len(rows)} rows of {len(groups)} group(s) show"
             fitted[name] = _widen(fitted[name], SINGLE_GROUP_FACTOR, basis)
     complete, rough = fitted[COMPLETE], fitted[ROUGH]
-    if rough.low > complete.low or rough.high < complete.high:
-        fitted[ROUGH] = FittedInterval(
-            **{**rough.__dict__, "low": min(rough.low, complete.low), "high": max(rough.high, complete.high)}
-        )
+    fitted[ROUGH] = _widen_to(rough, complete)
     layouts = _fit_layouts(residuals.get(LAYOUTS, ()), complete, is_device_left_out=is_device_left_out)
     return fitted if layouts is None else fitted | {LAYOUTS: layouts}
 
@@ -277,7 +274,7 @@ def _fit_layouts(
     if len(residuals) < MIN_RESIDUALS or len(groups) < MIN_GROUPS:
         return None
     fitted = fit_interval(residuals, is_device_left_out=is_device_left_out)
-    return dataclasses.replace(fitted, low=min(fitted.low, complete.low), high=max(fitted.high, complete.high))
+    return _widen_to(fitted, complete)
 
 
 def _widen_to(interval: FittedInterval, other: FittedInterval) -> FittedInterval:
