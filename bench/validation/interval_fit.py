@@ -233,8 +233,8 @@ def _fit_metric(
     classes: dict[str, dict[str, FittedInterval]] = {}
     for device_class, is_device_left_out in ((TRAINING_ROWS, False), (MICROBENCHMARKS, True)):
         own = measured if device_class == MICROBENCHMARKS else ()
-        rows = {**residuals, COMPLETE: [*residuals[COMPLETE], *own]}
-        classes[device_class] = _fit_row_classes(rows, is_device_left_out=is_device_left_out)
+        class_residuals = {**residuals, COMPLETE: [*residuals[COMPLETE], *own]}
+        classes[device_class] = _fit_row_classes(class_residuals, is_device_left_out=is_device_left_out)
     classes[MICROBENCHMARKS] = {
         name: _widen_to(interval, classes[TRAINING_ROWS][name]) for name, interval in classes[MICROBENCHMARKS].items()
     }
