@@ -34,14 +34,23 @@ LIMITS = {"new question": 5.0, "same question": 0.8, "4,000 runs, new": 30.0, "4
 MAX_MEMORY_MIB = 500
 
 
+MEASURED = """
+import resource, subprocess, sys
+subprocess.run(sys.argv[1:], check=True, stdout=subprocess.DEVNULL)
+usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+print(usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024)
+"""
+"""Runs its arguments. In a process of its own, which holds little: Linux counts as a child's most memory what its
+parent held when the child began, and the process of the tests may hold gigabytes."""
+
+
 def measure(folder: Path, *arguments: str) -> tuple[float, float]:
     """Processor seconds and most memory in MiB of a Python with some arguments, its children included."""
     environment = {**os.environ, "BENCH_CACHE": str(folder / "cache"), "PYTHONDONTWRITEBYTECODE": ""}
-    process = subprocess.Popen([sys.executable, *arguments], cwd=folder, env=environment, stdout=subprocess.DEVNULL)
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    assert process.returncode == 0, arguments
-    return usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024
+    command = [sys.executable, "-c", MEASURED, sys.executable, *arguments]
+    printed = subprocess.run(command, cwd=folder, env=environment, check=True, capture_output=True, text=True).stdout
+    seconds, memory_mib = map(float, printed.split())
+    return seconds, memory_mib
 
 
 def measure_unit(folder: Path) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from bench.config.run_config import RunConfig
 from bench.models.materialize import count_buffer_bytes
@@ -12,16 +12,16 @@ from bench.prediction.pipeline.stages import SimulatedPipelineStage, build_pipel
 from bench.prediction.pipeline.time import predict_pipeline_time
 from bench.prediction.prediction import Prediction
 from bench.prediction.simulation.device_memory import predict_memory
-from bench.prediction.simulation.simulated_rank import RankSpeed, SimulatedRank
+from bench.prediction.simulation.simulated_rank import HeldMemory, RankSpeed, SimulatedRank
 from bench.prediction.trace.chunks import Chunk
 from bench.prediction.trace.trace import TraceKey
+from bench.strategies.pipeline.cycles import ActionCycle, NumberedAction, iterate_cycles
 from bench.strategies.pipeline.schedule import (
     BACKWARD,
     FORWARD,
     INPUT_BACKWARD,
     ONE_F_ONE_B,
     WEIGHT_BACKWARD,
-    PipelineAction,
     Timetable,
 )
 from bench.strategies.pipeline.step_plans import StagePlan, name_stage_gradients
@@ -83,18 +83,19 @@ def _simulate_rank(
     plan.allocate_persistent_state(simulated_rank)
     simulated_rank.early_bytes = sum(plan.early_sizes)
     simulated_rank.note_initial_bytes()
-    own_stages = [stages[stage_index] for stage_index in timetable.find_stages_of_rank(rank)]
+    own_stage_indices = timetable.find_stages_of_rank(rank)
+    own_stages = [stages[stage_index] for stage_index in own_stage_indices]
     plan.begin_step(simulated_rank, gathers_ahead=timetable.virtual_stages > 1)
     exchanged_bytes = sum(stage.received_bytes + stage.sent_bytes for stage in own_stages)
     simulated_rank.allocate("received", timetable.micro_batches * exchanged_bytes, ACTIVATION_MEMORY)
-    for action, num_before, is_last in _number_actions(timetable, rank):
+    labels = {stage_index: config.strategy.label_stage(stage_index) for stage_index in own_stage_indices}
+
+    def simulate_action(numbered: NumberedAction) -> None:
+        action, num_before, is_last = numbered.action, numbered.num_before, numbered.is_last
         stage = stages[action.stage]
-        is_forward = action.kind == FORWARD
-        simulated_rank.phase, simulated_rank.module = (
-            FORWARD if is_forward else BACKWARD,
-            config.strategy.label_stage(action.stage),
-        )
-        if is_forward:
+        simulated_rank.phase = FORWARD if action.kind == FORWARD else BACKWARD
+        simulated_rank.module = labels[action.stage]
+        if action.kind == FORWARD:
             _simulate_forward(simulated_rank, plan, stage, num_before)
             simulated_rank.free("logits")
         elif action.kind == INPUT_BACKWARD:
@@ -107,6 +108,10 @@ def _simulate_rank(
             _keep_sent_buffers(simulated_rank, timetable, stage)
             if on_cpu:
                 _keep_first_sent(simulated_rank, timetable, stage, timetable.count_warm_up_forwards(rank), num_before)
+
+    for cycle in iterate_cycles(timetable, rank):
+        # On a CPU what is held depends on how far the step is (`_keep_first_sent`).
+        _simulate_cycle(simulated_rank, cycle, simulate_action, leaves_out=not on_cpu)
     simulated_rank.free("sent")
     simulated_rank.free("logits")
     simulated_rank.phase, simulated_rank.module = "optimizer", "optimizer"
@@ -153,14 +158,29 @@ def _keep_first_sent(
         )
 
 
-def _number_actions(timetable: Timetable, rank: int) -> Iterator[tuple[PipelineAction, int, bool]]:
-    """Actions, how many of the same kind and stage there were before, and whether there are no more."""
-    counts: dict[tuple[str, int], int] = {}
-    for action in timetable.list_actions(rank):
-        kind = BACKWARD if action.kind == WEIGHT_BACKWARD else action.kind
-        num_before = counts.get((kind, action.stage), 0)
-        counts[kind, action.stage] = num_before + 1
-        yield action, num_before, num_before == timetable.micro_batches - 1
+def _simulate_cycle(
+    simulated_rank: SimulatedRank,
+    cycle: ActionCycle,
+    simulate_action: Callable[[NumberedAction], None],
+    *,
+    leaves_out: bool,
+) -> None:
+    """All repetitions of a cycle; or two of them and, if the second changed nothing but added to what is held, the last
+    one, where memory is at its highest."""
+    position = 0
+    memory: HeldMemory | None = None
+    while position < len(cycle.actions):
+        end = position + cycle.length
+        for numbered in cycle.actions[position:end]:
+            simulate_action(numbered)
+        position = end
+        num_left = (len(cycle.actions) - position) // cycle.length
+        if leaves_out and num_left > 1:
+            earlier_memory, memory = memory, simulated_rank.get_held_memory()
+            growth = None if earlier_memory is None else memory.find_growth(earlier_memory)
+            if growth is not None:
+                simulated_rank.add_growth(growth, num_left - 1)
+                position += (num_left - 1) * cycle.length
 
 
 def _simulate_weight_backward(
@@ -168,26 +188,15 @@ def _simulate_weight_backward(
 ) -> None:
     """The gradients of a stage's weights, and an end of what its forward pass has left."""
     kept_bytes = stage.get_backward_chunk(plan, is_first=num_before == 0)[1]
-    input_chunk, whole_chunk = stage.get_input_backward_chunk(plan), stage.get_backward_chunk(plan, is_first=False)[0]
     if kept_bytes:
         simulated_rank.grow_allocation(name_stage_gradients(stage.units), kept_bytes, GRADIENT_MEMORY)
-    net_bytes = whole_chunk.net_bytes - input_chunk.net_bytes
-    peak_bytes = max(net_bytes, 0.0)
-    simulated_rank.simulate_chunk(
-        dataclasses.replace(
-            input_chunk,
-            peak_bytes=peak_bytes,
-            lasting_bytes_at_peak=peak_bytes,
-            net_bytes=net_bytes,
-            lasting_net_bytes=whole_chunk.lasting_net_bytes - input_chunk.lasting_net_bytes,
-        ),
-        BACKWARD,
-    )
-    if plan.takes_each_gradient(is_last_backward=False):  # gradients of another format than they are reduced in
+    simulated_rank.simulate_chunk(stage.get_weight_backward_chunk(plan), BACKWARD)
+    # Gradients of another format than they are reduced in; later ones are added to the first.
+    if num_before == 0 and plan.takes_each_gradient(is_last_backward=False):
         for units, parameters in stage.list_backward_units():
             for parameter in parameters:
                 unit = units[-1] if parameter.is_expert else units[0]
-                plan.after_gradient(simulated_rank, stage.units, unit, parameter, is_first_micro_batch=num_before == 0)
+                plan.after_gradient(simulated_rank, stage.units, unit, parameter, is_first_micro_batch=True)
             for unit in units:
                 plan.after_unit_backward(simulated_rank, stage.units, unit)
     if is_last:

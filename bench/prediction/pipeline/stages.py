@@ -97,6 +97,24 @@ class SimulatedPipelineStage:
 
         return self.remember_chunk("inputs", build)
 
+    def get_weight_backward_chunk(self, plan: StagePlan) -> Chunk:
+        """The second part: what the first has left of the whole backward."""
+
+        def build() -> Chunk:
+            input_chunk = self.get_input_backward_chunk(plan)
+            whole_chunk = self.get_backward_chunk(plan, is_first=False)[0]
+            net_bytes = whole_chunk.net_bytes - input_chunk.net_bytes
+            peak_bytes = max(net_bytes, 0.0)
+            return dataclasses.replace(
+                input_chunk,
+                peak_bytes=peak_bytes,
+                lasting_bytes_at_peak=peak_bytes,
+                net_bytes=net_bytes,
+                lasting_net_bytes=whole_chunk.lasting_net_bytes - input_chunk.lasting_net_bytes,
+            )
+
+        return self.remember_chunk("weights", build)
+
     def list_backward_units(self) -> list[tuple[tuple[ShardingUnit, ...], list[ParameterSpec]]]:
         """In the order in which they are left, with the parameters whose gradients are complete by then."""
         return [

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -365,6 +367,9 @@ class RankTimeline:
         return self.action_spans[-1][1]
 
 
+ReadyTimes = list[list[float | None]]
+
+
 def simulate_timetable(
     timetable: Timetable, stage_seconds: Sequence[StageSeconds], send_s: Sequence[float]
 ) -> list[RankTimeline]:
@@ -377,54 +382,52 @@ def simulate_timetable(
     send_s: sequence of float
         Per stage but the last: seconds until what it sends is at the next one; gradients take as long back.
     """
+    last_stage = timetable.num_stages - 1
+    seconds_by_kind = {
+        kind: [seconds.find(kind) for seconds in stage_seconds]
+        for kind in (FORWARD, BACKWARD, INPUT_BACKWARD, WEIGHT_BACKWARD)
+    }
+    # When what an action needs is there, per stage and micro-batch; None while that is not known.
+    forward_times: ReadyTimes = [[None] * timetable.micro_batches for _ in stage_seconds]
+    gradient_times, weight_times = copy.deepcopy(forward_times), copy.deepcopy(forward_times)
+    forward_times[0] = [0.0] * timetable.micro_batches
+    ready_times = {
+        FORWARD: forward_times,
+        BACKWARD: gradient_times,
+        INPUT_BACKWARD: gradient_times,
+        WEIGHT_BACKWARD: weight_times,
+    }
     rank_actions = [timetable.list_actions(rank) for rank in range(timetable.ranks)]
     rank_spans: list[list[tuple[float, float]]] = [[] for _ in rank_actions]
-    end_times: dict[PipelineAction, float] = {}
-    last_stage = timetable.num_stages - 1
-    waiting_ranks = set(range(timetable.ranks))
-    num_done = -1
+    waiting_ranks = list(range(timetable.ranks))
     while waiting_ranks:
-        if num_done == len(end_times):
-            raise ValueError(f"ranks wait for each other in {timetable}")
-        num_done = len(end_times)
-        for rank in sorted(waiting_ranks):
+        num_done = sum(map(len, rank_spans))
+        still_waiting = []
+        for rank in waiting_ranks:
             actions, own_spans = rank_actions[rank], rank_spans[rank]
-            while len(own_spans) < len(actions):
-                action = actions[len(own_spans)]
-                ready_time = _find_ready_time(action, end_times, send_s, last_stage)
-                if ready_time is None:
+            end = own_spans[-1][1] if own_spans else 0.0
+            for kind, stage, micro_batch in itertools.islice(actions, len(own_spans), None):
+                start = ready_times[kind][stage][micro_batch]
+                if start is None:
+                    still_waiting.append(rank)
                     break
-                start = max(ready_time, own_spans[-1][1] if own_spans else 0.0)
-                end = start + stage_seconds[action.stage].find(action.kind)
+                if end > start:
+                    start = end
+                end = start + seconds_by_kind[kind][stage]
                 own_spans.append((start, end))
-                end_times[action] = end
-            else:
-                waiting_ranks.discard(rank)
-    return [
-        RankTimeline(tuple(actions), tuple(own_spans))
-        for actions, own_spans in zip(rank_actions, rank_spans, strict=True)
-    ]
-
-
-def _find_ready_time(
-    action: PipelineAction, end_times: dict[PipelineAction, float], send_s: Sequence[float], last_stage: int
-) -> float | None:
-    """When what an action needs is there; None while that is not known."""
-    kind, stage, micro_batch = action
-    if kind == FORWARD:
-        if stage == 0:
-            return 0.0
-        previous_end = end_times.get(PipelineAction(FORWARD, stage - 1, micro_batch))
-        return None if previous_end is None else previous_end + send_s[stage - 1]
-    if kind == WEIGHT_BACKWARD:  # follows that of inputs on the same rank
-        return end_times.get(PipelineAction(INPUT_BACKWARD, stage, micro_batch))
-    if stage == last_stage:
-        return end_times.get(PipelineAction(FORWARD, stage, micro_batch))
-    for next_kind in (BACKWARD, INPUT_BACKWARD):
-        next_end = end_times.get(PipelineAction(next_kind, stage + 1, micro_batch))
-        if next_end is not None:
-            return next_end + send_s[stage]
-    return None
+                if kind == FORWARD:
+                    if stage == last_stage:
+                        gradient_times[stage][micro_batch] = end
+                    else:
+                        forward_times[stage + 1][micro_batch] = end + send_s[stage]
+                elif kind != WEIGHT_BACKWARD:
+                    weight_times[stage][micro_batch] = end  # of the same rank
+                    if stage:
+                        gradient_times[stage - 1][micro_batch] = end + send_s[stage - 1]
+        if len(still_waiting) == len(waiting_ranks) and num_done == sum(map(len, rank_spans)):
+            raise ValueError(f"ranks wait for each other in {timetable}")
+        waiting_ranks = still_waiting
+    return [RankTimeline(actions, tuple(spans)) for actions, spans in zip(rank_actions, rank_spans, strict=True)]
 
 
 def compute_idle_share(

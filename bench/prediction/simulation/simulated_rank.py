@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from bench.prediction.prediction import MEMORY_PARTS, TimelineSpan
@@ -68,6 +68,33 @@ class MemoryPeak:
     parts: dict[str, float] = field(default_factory=dict)
     phase: str = "forward"
     module: str = ""
+
+
+@dataclass(frozen=True)
+class HeldMemory:
+    """What a rank holds at some time."""
+
+    allocations: dict[str, tuple[float, str, str]]
+    """By name: bytes, part of memory and stream."""
+    part_bytes: dict[str, float]
+
+    def find_growth(self, earlier: HeldMemory) -> list[tuple[str, float, str]] | None:
+        """Name, bytes and part of what is more than earlier; None if anything else is different."""
+        if self.allocations.keys() != earlier.allocations.keys():
+            return None
+        growth = []
+        grown_bytes = dict.fromkeys(self.part_bytes, 0.0)
+        for name, (size, part, stream) in self.allocations.items():
+            earlier_size, *earlier_place = earlier.allocations[name]
+            if [part, stream] != earlier_place or size < earlier_size:
+                return None
+            if size > earlier_size:
+                if stream != COMPUTE_STREAM:
+                    return None
+                growth.append((name, size - earlier_size, part))
+                grown_bytes[part] += size - earlier_size
+        is_all = all(size == earlier.part_bytes[part] + grown_bytes[part] for part, size in self.part_bytes.items())
+        return growth if is_all else None
 
 
 class SimulatedRank:
@@ -221,6 +248,15 @@ class SimulatedRank:
         self._allocated_bytes += size
         if self._replay is not None:
             self._replay.grow(name, size, self.processor_time)
+
+    def get_held_memory(self) -> HeldMemory:
+        """A copy of what is held now."""
+        return HeldMemory(dict(self._allocations), dict(self._part_bytes))
+
+    def add_growth(self, growth: Sequence[tuple[str, float, str]], count: int) -> None:
+        """Hold more, as `HeldMemory.find_growth` gives it, so many times."""
+        for name, size, part in growth:
+            self.grow_allocation(name, count * size, part)
 
     def simulate_chunk(self, chunk: Chunk, kind: str) -> None:
         """A piece of the model's own computation."""

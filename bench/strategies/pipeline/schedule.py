@@ -10,6 +10,7 @@ arXiv:2412.19437).
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -95,7 +96,9 @@ class Timetable:
 
     def find_rank_of_stage(self, stage: int) -> int:
         """The rank that runs a stage."""
-        return next(rank for rank in range(self.ranks) if stage in self.find_stages_of_rank(rank))
+        if self.schedule in V_SCHEDULES:
+            return min(stage, self.num_stages - 1 - stage)
+        return stage % self.ranks
 
     @property
     def round_length(self) -> int:
@@ -111,21 +114,9 @@ class Timetable:
     def _num_rounds(self) -> int:
         return 1 if self.virtual_stages == 1 else max(1, self.micro_batches // self.ranks)
 
-    def list_actions(self, rank: int) -> list[PipelineAction]:
+    def list_actions(self, rank: int) -> tuple[PipelineAction, ...]:
         """Everything a rank computes in a step, in its order."""
-        if self.schedule not in SCHEDULES:
-            from bench.strategies.pipeline.torch_orders import list_torch_actions
-
-            return list(list_torch_actions(self, rank))
-        forward, backward = self._iterate_forward_actions(rank), self._iterate_backward_actions(rank)
-        total_count = self.virtual_stages * self.micro_batches
-        warm_up_count = min(total_count, self.count_warm_up_forwards(rank))
-        actions = [next(forward) for _ in range(warm_up_count)]
-        for _ in range(total_count - warm_up_count):
-            # Where one forward goes ahead of each backward, the steady state of 1F1B begins with the backward.
-            pair = [next(backward), next(forward)] if self.schedule == ONE_F_ONE_B else [next(forward), next(backward)]
-            actions += pair
-        return actions + list(backward)
+        return _list_actions(self, rank)
 
     def count_warm_up_forwards(self, rank: int) -> int:
         """Forward passes before the first backward."""
@@ -135,10 +126,10 @@ class Timetable:
             return self.ranks - rank
         return (self.virtual_stages - 1) * self.round_length + 2 * (self.ranks - 1 - rank)
 
-    def _iterate_forward_actions(self, rank: int) -> Iterator[PipelineAction]:
+    def iterate_forward_actions(self, rank: int) -> Iterator[PipelineAction]:
         return self._iterate_rounds(FORWARD, self.find_stages_of_rank(rank))
 
-    def _iterate_backward_actions(self, rank: int) -> Iterator[PipelineAction]:
+    def iterate_backward_actions(self, rank: int) -> Iterator[PipelineAction]:
         return self._iterate_rounds(BACKWARD, self.find_stages_of_rank(rank)[::-1])
 
     def _iterate_rounds(self, kind: str, stages: range) -> Iterator[PipelineAction]:
@@ -146,6 +137,23 @@ class Timetable:
             for stage in stages:
                 for micro_batch in range(start, start + self.round_length):
                     yield PipelineAction(kind, stage, micro_batch)
+
+
+@functools.lru_cache(maxsize=128)
+def _list_actions(timetable: Timetable, rank: int) -> tuple[PipelineAction, ...]:
+    if timetable.schedule not in SCHEDULES:
+        from bench.strategies.pipeline.torch_orders import list_torch_actions
+
+        return list_torch_actions(timetable, rank)
+    forward, backward = timetable.iterate_forward_actions(rank), timetable.iterate_backward_actions(rank)
+    total_count = timetable.virtual_stages * timetable.micro_batches
+    warm_up_count = min(total_count, timetable.count_warm_up_forwards(rank))
+    actions = [next(forward) for _ in range(warm_up_count)]
+    for _ in range(total_count - warm_up_count):
+        # Where one forward goes ahead of each backward, the steady state of 1F1B begins with the backward.
+        pair = [next(backward), next(forward)] if timetable.schedule == ONE_F_ONE_B else [next(forward), next(backward)]
+        actions += pair
+    return (*actions, *backward)
 
 
 def compute_bubble_share(timetable: Timetable) -> float:

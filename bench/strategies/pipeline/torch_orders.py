@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +31,6 @@ KIND_BY_LETTER = {"F": FORWARD, "B": BACKWARD, "I": INPUT_BACKWARD, "W": WEIGHT_
 """What torch writes for each kind of computation."""
 
 
-@functools.lru_cache(maxsize=256)
 def list_torch_actions(timetable: Timetable, rank: int) -> tuple[PipelineAction, ...]:
     """What a rank computes in a step, in its order: as ``_calculate_single_rank_operations`` of torch 2.13 gives it.
 
