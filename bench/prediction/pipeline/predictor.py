@@ -12,7 +12,8 @@ from bench.prediction.pipeline.stages import SimulatedPipelineStage, build_pipel
 from bench.prediction.pipeline.time import predict_pipeline_time
 from bench.prediction.prediction import Prediction
 from bench.prediction.simulation.device_memory import predict_memory
-from bench.prediction.simulation.simulated_rank import HeldMemory, RankSpeed, SimulatedRank
+from bench.prediction.simulation.repetition import Repetition
+from bench.prediction.simulation.simulated_rank import RankSpeed, SimulatedRank
 from bench.prediction.trace.chunks import Chunk
 from bench.prediction.trace.trace import TraceKey
 from bench.strategies.pipeline.cycles import ActionCycle, NumberedAction, iterate_cycles
@@ -165,22 +166,16 @@ def _simulate_cycle(
     *,
     leaves_out: bool,
 ) -> None:
-    """All repetitions of a cycle; or two of them and, if the second changed nothing but added to what is held, the last
-    one, where memory is at its highest."""
+    """All repetitions of a cycle, but for those that need not be simulated."""
+    repetition = Repetition(simulated_rank)
     position = 0
-    memory: HeldMemory | None = None
     while position < len(cycle.actions):
         end = position + cycle.length
         for numbered in cycle.actions[position:end]:
             simulate_action(numbered)
         position = end
-        num_left = (len(cycle.actions) - position) // cycle.length
-        if leaves_out and num_left > 1:
-            earlier_memory, memory = memory, simulated_rank.get_held_memory()
-            growth = None if earlier_memory is None else memory.find_growth(earlier_memory)
-            if growth is not None:
-                simulated_rank.add_growth(growth, num_left - 1)
-                position += (num_left - 1) * cycle.length
+        if leaves_out:
+            position += cycle.length * repetition.leave_out((len(cycle.actions) - position) // cycle.length)
 
 
 def _simulate_weight_backward(

@@ -6,15 +6,20 @@ uses when it is freed stays out of use for a while (*active*, not *allocated*). 
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
+import itertools
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from bench.prediction.prediction import MEMORY_PARTS, TimelineSpan
 from bench.prediction.simulation.allocator_replay import AllocatorReplay
 from bench.prediction.simulation.caching_allocator import MIN_OWN_SEGMENT_BYTES
 from bench.prediction.trace.chunks import Chunk
+from bench.prediction.trace.kernels import FloatArray
 from bench.prediction.trace.trace import BlockPlace
 from bench.strategies.step_plan import (
     ALL_GATHER_MEMORY,
@@ -71,30 +76,25 @@ class MemoryPeak:
 
 
 @dataclass(frozen=True)
-class HeldMemory:
-    """What a rank holds at some time."""
+class RankState:
+    """All that what happens next to a rank depends on, and the seconds it has spent."""
 
-    allocations: dict[str, tuple[float, str, str]]
-    """By name: bytes, part of memory and stream."""
-    part_bytes: dict[str, float]
+    names: tuple[object, ...]
+    """Of what the numbers are: those of two states can be compared where these are the same."""
+    sizes: FloatArray
+    """Bytes: of each allocation, then of all together and of each part and stream."""
+    num_levels: int
+    """Of `sizes`, all but the parts: parts may give to each other what is held."""
+    seconds: FloatArray
+    """Times of the processor, of each stream and event, and of what is still to come; then seconds spent."""
 
-    def find_growth(self, earlier: HeldMemory) -> list[tuple[str, float, str]] | None:
-        """Name, bytes and part of what is more than earlier; None if anything else is different."""
-        if self.allocations.keys() != earlier.allocations.keys():
-            return None
-        growth = []
-        grown_bytes = dict.fromkeys(self.part_bytes, 0.0)
-        for name, (size, part, stream) in self.allocations.items():
-            earlier_size, *earlier_place = earlier.allocations[name]
-            if [part, stream] != earlier_place or size < earlier_size:
-                return None
-            if size > earlier_size:
-                if stream != COMPUTE_STREAM:
-                    return None
-                growth.append((name, size - earlier_size, part))
-                grown_bytes[part] += size - earlier_size
-        is_all = all(size == earlier.part_bytes[part] + grown_bytes[part] for part, size in self.part_bytes.items())
-        return growth if is_all else None
+    def extrapolate(self, earlier: RankState, count: int) -> RankState:
+        """What comes of `count` more changes such as that from an earlier state to this one."""
+        return dataclasses.replace(
+            self,
+            sizes=self.sizes + count * (self.sizes - earlier.sizes),
+            seconds=self.seconds + count * (self.seconds - earlier.seconds),
+        )
 
 
 class SimulatedRank:
@@ -249,14 +249,65 @@ class SimulatedRank:
         if self._replay is not None:
             self._replay.grow(name, size, self.processor_time)
 
-    def get_held_memory(self) -> HeldMemory:
-        """A copy of what is held now."""
-        return HeldMemory(dict(self._allocations), dict(self._part_bytes))
+    # State
 
-    def add_growth(self, growth: Sequence[tuple[str, float, str]], count: int) -> None:
-        """Hold more, as `HeldMemory.find_growth` gives it, so many times."""
-        for name, size, part in growth:
-            self.grow_allocation(name, count * size, part)
+    @property
+    def is_recorded(self) -> bool:
+        """Whether everything that happens is written down, or played through the model of the allocator."""
+        return self._timeline is not None or self._replay is not None
+
+    def get_state(self) -> RankState:
+        """As it is now."""
+        allocations, events = sorted(self._allocations.items()), sorted(self._event_times.items())
+        communicators, streams = sorted(self._communicator_times.items()), sorted(self._side_streams.items())
+        delayed_frees = sorted(self._delayed_frees)
+        names = (
+            *((name, part, stream) for name, (_, part, stream) in allocations),
+            *(name for name, _ in (*events, *communicators, *streams)),
+            *(size for _, size in delayed_frees),
+            *(len(numbers) for numbers in (allocations, events, communicators, streams)),
+            *(len(times) for times in (self._late_free_times, self._collective_spans)),
+        )
+        sizes = [
+            *(size for _, (size, _, _) in allocations),
+            self._allocated_bytes,
+            *(level for _, (level, _) in streams),
+            self._side_stream_bytes,
+            self._delayed_free_bytes,
+            *self._part_bytes.values(),
+        ]
+        seconds = [
+            *(time for _, time in events),
+            *(time for _, time in communicators),
+            *self._late_free_times,
+            *(time for time, _ in delayed_frees),
+            *itertools.chain.from_iterable(self._collective_spans),
+            self.processor_time,
+            *self.stream_times.values(),
+            *self.spent_seconds.values(),
+        ]
+        return RankState(names, np.array(sizes), len(sizes) - len(self._part_bytes), np.array(seconds))
+
+    def set_state(self, state: RankState) -> None:
+        """Go on from a state that has the names of the present one."""
+        sizes, seconds = iter(state.sizes.tolist()), iter(state.seconds.tolist())
+        self._allocations = {
+            name: (next(sizes), part, stream) for name, (_, part, stream) in sorted(self._allocations.items())
+        }
+        self._allocated_bytes = next(sizes)
+        self._side_streams = {name: (next(sizes), peak) for name, (_, peak) in sorted(self._side_streams.items())}
+        self._side_stream_bytes, self._delayed_free_bytes = next(sizes), next(sizes)
+        self._part_bytes = {part: next(sizes) for part in self._part_bytes}
+        self._event_times = {name: next(seconds) for name in sorted(self._event_times)}
+        self._communicator_times = {name: next(seconds) for name in sorted(self._communicator_times)}
+        self._late_free_times = deque(next(seconds) for _ in self._late_free_times)
+        self._delayed_frees = [(next(seconds), size) for _, size in sorted(self._delayed_frees)]
+        self._collective_spans = deque((next(seconds), next(seconds)) for _ in self._collective_spans)
+        self.processor_time = next(seconds)
+        self.stream_times = {stream: next(seconds) for stream in self.stream_times}
+        self.spent_seconds = {kind: next(seconds) for kind in self.spent_seconds}
+
+    # The model's own computation
 
     def simulate_chunk(self, chunk: Chunk, kind: str) -> None:
         """A piece of the model's own computation."""

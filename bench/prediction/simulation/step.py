@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from bench.optimizers.base import UpdateCollective
 from bench.prediction.simulation.parameter_layout import ParameterLayout
+from bench.prediction.simulation.repetition import Repetition
 from bench.prediction.simulation.simulated_rank import ACTIVATION_MEMORY, SimulatedRank
 from bench.prediction.trace.chunks import Chunk, SegmentAtBatch, expand_to_full_depth, merge_chunks
 from bench.prediction.trace.trace import END_PHASE, LOSS_PLACE
@@ -66,12 +67,17 @@ def simulate_step(
         tuple(segment for segment in segments if segment.micro_batch == number) for number in (0, 1)
     ]
     merged_chunks = MergedChunks(plan)
-    for number in range(num_micro_batches):
+    repetition = Repetition(simulated_rank)
+    number = 0
+    while number < num_micro_batches:
         synchronize = synchronize_every_micro_batch or number == num_micro_batches - 1
         plan.begin_micro_batch(simulated_rank, synchronize=synchronize)
         _simulate_micro_batch(
             simulated_rank, plan, layout, segments_by_micro_batch[min(number, 1)], merged_chunks, block_period
         )
+        number += 1
+        if number > 1:  # the first differs from those behind it, and so may the last
+            number += repetition.leave_out(num_micro_batches - number - (not synchronize_every_micro_batch))
     simulated_rank.phase, simulated_rank.module = "optimizer", "optimizer"
     simulated_rank.allocate("optimizer temporaries", update.temporary_bytes, "temporaries")
     for collective, group in update.collectives:

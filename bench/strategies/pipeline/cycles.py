@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from bench.strategies.pipeline.schedule import BACKWARD, WEIGHT_BACKWARD, PipelineAction, Timetable
 
-MIN_REPETITIONS = 4
+MIN_REPETITIONS = 5
 """From which on a cycle is worth being told of."""
 
 
@@ -29,10 +29,6 @@ class ActionCycle:
     """Of all repetitions."""
     length: int
     """Of one repetition."""
-
-    @property
-    def repetitions(self) -> int:
-        return len(self.actions) // self.length
 
 
 def number_actions(timetable: Timetable, rank: int) -> list[NumberedAction]:

@@ -1,0 +1,54 @@
+"""Passes over a rank that change it by the same each: all but the last of them need not be simulated.
+
+What a rank computes next depends on its times by sums and by the later of two alone. Where every time of its state has
+moved on by as much in one pass as in the pass before, it will in the next: what moves on slower than the rest, such as
+a processor that launches faster than the device computes, falls back further and decides nothing.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from bench.prediction.simulation.simulated_rank import RankState, SimulatedRank
+
+TIME_TOLERANCE = 1e-9
+"""Of the longest move within a pass: by how much moves that are called equal may differ."""
+
+
+class Repetition:
+    """What a rank was like after each of some passes that are alike."""
+
+    def __init__(self, simulated_rank: SimulatedRank) -> None:
+        self._simulated_rank = simulated_rank
+        self._states: list[RankState] = []
+
+    def leave_out(self, num_left: int) -> int:
+        """After a pass: move the rank on by all passes that are still to come but the last, if they need not be
+        simulated.
+
+        Memory is at its highest in the last one, since none is left out where any of it shrinks.
+
+        Returns
+        -------
+        int
+            Passes that are left out: none, or all but one.
+        """
+        if num_left < 2 or self._simulated_rank.is_recorded:
+            return 0
+        self._states = [*self._states[-2:], self._simulated_rank.get_state()]
+        if len(self._states) < 3 or not _are_evenly_spaced(*self._states):
+            return 0
+        _, previous, current = self._states
+        self._simulated_rank.set_state(current.extrapolate(previous, num_left - 1))
+        return num_left - 1
+
+
+def _are_evenly_spaced(first: RankState, second: RankState, third: RankState) -> bool:
+    """Whether the third differs from the second as the second from the first; bytes exactly, and none are fewer."""
+    if not first.names == second.names == third.names:
+        return False
+    grown_bytes = third.sizes - second.sizes
+    if not np.array_equal(grown_bytes, second.sizes - first.sizes) or (grown_bytes[: third.num_levels] < 0).any():
+        return False
+    moves, earlier_moves = third.seconds - second.seconds, second.seconds - first.seconds
+    return bool((np.abs(moves - earlier_moves) <= TIME_TOLERANCE * moves.max()).all())
