@@ -1,0 +1,158 @@
+"""Passes that are left out since they change a rank by the same each: predictions are as if none were."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+
+from bench.config.run_config import RunConfig
+from bench.prediction.prediction import Prediction
+from bench.prediction.predictor import predict_run
+from bench.prediction.simulation import repetition
+from bench.prediction.simulation.repetition import Repetition
+from bench.prediction.simulation.simulated_rank import COMPUTE_STREAM, RankSpeed, SimulatedRank
+from bench.prediction.trace.chunks import Chunk
+from bench.strategies.pipeline.cycles import iterate_cycles
+from bench.strategies.pipeline.schedule import (
+    ALL_SCHEDULES,
+    SINGLE_STAGE_SCHEDULES,
+    SPLIT_BACKWARD_SCHEDULES,
+    Timetable,
+)
+from bench.strategies.step_plan import ALL_GATHER_STREAM, GRADIENT_MEMORY
+from tests.conftest import SMALL_GPT, compose_run_config
+
+ON_H100 = (*SMALL_GPT, "hardware=h100_80gb", "mode=predict", "precision=bf16", "sequence_length=128")
+ON_4_GPUS = (*ON_H100, "gpus=4", "batch_size_per_gpu=24", "gradient_accumulation=12")
+RUNS = {
+    "fsdp": (*ON_4_GPUS, "strategy=fsdp"),
+    "fsdp, reduced every time": (*ON_4_GPUS, "strategy=fsdp", "gradient_accumulation_sync=true"),
+    "fsdp, not resharded": (*ON_4_GPUS, "strategy=fsdp", "strategy.reshard_after_forward=false"),
+    "fsdp across nodes": (*ON_4_GPUS, "strategy=fsdp", "gpus_per_node=1", "network=ethernet_10"),
+    "fsdp, gradients kept": (*ON_4_GPUS, "strategy=fsdp", "optimizer.keep_gradients=true"),
+    "fsdp1": (*ON_4_GPUS, "strategy=fsdp1"),
+    "fsdp1, reduced every time": (*ON_4_GPUS, "strategy=fsdp1", "gradient_accumulation_sync=true"),
+    "ddp": (*ON_4_GPUS, "strategy=ddp"),
+    "zero1": (*ON_4_GPUS, "strategy=zero1"),
+}
+
+
+def predict_twice(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> tuple[Prediction, Prediction, int]:
+    """With passes left out, with none, and how many are."""
+    counts = []
+    leave_out = Repetition.leave_out
+
+    def count(self: Repetition, num_left: int) -> int:
+        counts.append(leave_out(self, num_left))
+        return counts[-1]
+
+    monkeypatch.setattr(Repetition, "leave_out", count)
+    shortened = predict_run(config)
+    monkeypatch.setattr(Repetition, "leave_out", lambda self, num_left: 0)
+    return shortened, predict_run(config), sum(counts)
+
+
+def assert_equal(shortened: Prediction, whole: Prediction) -> None:
+    assert shortened.memory == whole.memory
+    assert shortened.time is not None
+    assert whole.time is not None
+    for field in dataclasses.fields(shortened.time):
+        value = getattr(shortened.time, field.name)
+        if isinstance(value, float) and not isinstance(value, bool):
+            assert value == pytest.approx(getattr(whole.time, field.name), rel=1e-6, abs=1e-9), field.name
+    assert shortened.time.step_s.value == pytest.approx(whole.time.step_s.value, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_micro_batches_that_are_left_out_change_nothing(name: str, monkeypatch) -> None:
+    monkeypatch.setenv("BENCH_CACHE", "")
+    shortened, whole, num_left_out = predict_twice(compose_run_config(*RUNS[name]), monkeypatch)
+    assert num_left_out >= 6
+    assert_equal(shortened, whole)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "data"),
+    [
+        (schedule, data)
+        for schedule in ALL_SCHEDULES
+        for data in ("fsdp", "ddp")
+        if data == "fsdp" or schedule not in SPLIT_BACKWARD_SCHEDULES
+    ],
+)
+def test_cycles_of_a_schedule_that_are_left_out_change_nothing(schedule: str, data: str, monkeypatch) -> None:
+    monkeypatch.setenv("BENCH_CACHE", "")
+    stages = 1 if schedule in SINGLE_STAGE_SCHEDULES else 2
+    settings = (
+        *("strategy=mesh", "gpus=4", "strategy.pipeline=2", f"strategy.data={data}", f"strategy.schedule={schedule}"),
+        *(
+            f"strategy.virtual_stages={stages}",
+            "batch_size_per_gpu=32",
+            "strategy.micro_batches=64",
+            "model.num_layers=8",
+        ),
+    )
+    shortened, whole, num_left_out = predict_twice(compose_run_config(*ON_H100, *settings), monkeypatch)
+    assert num_left_out >= 2 * 20
+    assert_equal(shortened, whole)
+
+
+@pytest.mark.parametrize("schedule", ALL_SCHEDULES)
+def test_cycles_are_the_actions_of_a_rank(schedule: str) -> None:
+    timetable = Timetable(schedule, 4, 1 if schedule in SINGLE_STAGE_SCHEDULES else 2, 48)
+    for rank in range(4):
+        cycles = list(iterate_cycles(timetable, rank))
+        actions = [numbered.action for cycle in cycles for numbered in cycle.actions]
+        assert tuple(actions) == timetable.list_actions(rank)
+        for cycle in cycles:
+            codes = [(*numbered.action[:2], numbered.num_before in (0, 47)) for numbered in cycle.actions]
+            assert all(codes[index] == codes[index % cycle.length] for index in range(len(codes)))
+        assert max(len(cycle.actions) // cycle.length for cycle in cycles) > 8
+
+
+def test_what_is_not_alike_is_not_left_out() -> None:
+    """Times that grow by more each time, memory that is freed, and what is to be written down."""
+
+    def build(pass_number: int, *, seconds: float = 1.0, size: float = 1.0) -> Chunk:
+        return Chunk(0.0, 0.0, size, size, seconds, 1, None)
+
+    def try_passes(rank: SimulatedRank, seconds: float, size: float, held: float) -> list[int]:
+        passes = Repetition(rank)
+        left_out = []
+        for number in itertools.count(1):
+            if number > 5:
+                return left_out
+            rank.simulate_chunk(build(number, seconds=1.0 + number * seconds, size=size), "forward")
+            rank.allocate("held", 100.0 + number * held, GRADIENT_MEMORY)
+            left_out.append(passes.leave_out(10))
+        raise AssertionError
+
+    assert try_passes(SimulatedRank(RankSpeed()), 0.0, 0.0, 0.0)[2] == 9
+    assert try_passes(SimulatedRank(RankSpeed()), 0.0, 2.0, 3.0)[2] == 9
+    assert not any(try_passes(SimulatedRank(RankSpeed()), 0.1, 0.0, 0.0))
+    assert not any(try_passes(SimulatedRank(RankSpeed()), 0.0, -1.0, 0.0))
+    assert not any(try_passes(SimulatedRank(RankSpeed()), 0.0, 0.0, -1.0))
+    assert not any(try_passes(SimulatedRank(RankSpeed(), timeline=True), 0.0, 0.0, 0.0))
+
+
+def test_a_rank_goes_on_from_where_left_out_passes_would_have_led() -> None:
+    def run(num_passes: int, *, leaves_out: bool) -> SimulatedRank:
+        rank = SimulatedRank(RankSpeed(collective_seconds=lambda kind, size, group: 1.5, launch_s=0.01))
+        passes, number = Repetition(rank), 0
+        while number < num_passes:
+            rank.wait_for_event("gather")  # of the pass before
+            rank.simulate_chunk(Chunk(4.0, 0.0, 0.0, 0.0, 1.0, 10, None), "forward")
+            rank.run_collective("gather", "all-gather", 8.0, "world", ALL_GATHER_STREAM, after=COMPUTE_STREAM)
+            rank.grow_allocation("kept", 2.0, GRADIENT_MEMORY)
+            number += 1
+            number += passes.leave_out(num_passes - number) if leaves_out else 0
+        return rank
+
+    shortened, whole = run(50, leaves_out=True), run(50, leaves_out=False)
+    assert whole.stream_times[COMPUTE_STREAM] > 50 * 2.5 - 3
+    assert shortened.stream_times[COMPUTE_STREAM] == pytest.approx(whole.stream_times[COMPUTE_STREAM], rel=1e-12)
+    assert shortened.spent_seconds == pytest.approx(whole.spent_seconds)
+    assert shortened.peak == whole.peak
+    assert repetition.TIME_TOLERANCE < 1e-6
