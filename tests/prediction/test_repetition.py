@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 
 import pytest
 
@@ -115,19 +114,14 @@ def test_cycles_are_the_actions_of_a_rank(schedule: str) -> None:
 def test_what_is_not_alike_is_not_left_out() -> None:
     """Times that grow by more each time, memory that is freed, and what is to be written down."""
 
-    def build(pass_number: int, *, seconds: float = 1.0, size: float = 1.0) -> Chunk:
-        return Chunk(0.0, 0.0, size, size, seconds, 1, None)
-
     def try_passes(rank: SimulatedRank, seconds: float, size: float, held: float) -> list[int]:
         passes = Repetition(rank)
         left_out = []
-        for number in itertools.count(1):
-            if number > 5:
-                return left_out
-            rank.simulate_chunk(build(number, seconds=1.0 + number * seconds, size=size), "forward")
+        for number in range(1, 6):
+            rank.simulate_chunk(Chunk(0.0, 0.0, size, size, 1.0 + number * seconds, 1, None), "forward")
             rank.allocate("held", 100.0 + number * held, GRADIENT_MEMORY)
             left_out.append(passes.leave_out(10))
-        raise AssertionError
+        return left_out
 
     assert try_passes(SimulatedRank(RankSpeed()), 0.0, 0.0, 0.0)[2] == 9
     assert try_passes(SimulatedRank(RankSpeed()), 0.0, 2.0, 3.0)[2] == 9
@@ -138,6 +132,8 @@ def test_what_is_not_alike_is_not_left_out() -> None:
 
 
 def test_a_rank_goes_on_from_where_left_out_passes_would_have_led() -> None:
+    left_out = []
+
     def run(num_passes: int, *, leaves_out: bool) -> SimulatedRank:
         rank = SimulatedRank(RankSpeed(collective_seconds=lambda kind, size, group: 1.5, launch_s=0.01))
         passes, number = Repetition(rank), 0
@@ -147,10 +143,13 @@ def test_a_rank_goes_on_from_where_left_out_passes_would_have_led() -> None:
             rank.run_collective("gather", "all-gather", 8.0, "world", ALL_GATHER_STREAM, after=COMPUTE_STREAM)
             rank.grow_allocation("kept", 2.0, GRADIENT_MEMORY)
             number += 1
-            number += passes.leave_out(num_passes - number) if leaves_out else 0
+            if leaves_out:
+                left_out.append(passes.leave_out(num_passes - number))
+                number += left_out[-1]
         return rank
 
     shortened, whole = run(50, leaves_out=True), run(50, leaves_out=False)
+    assert sum(left_out) == 50 - 4
     assert whole.stream_times[COMPUTE_STREAM] > 50 * 2.5 - 3
     assert shortened.stream_times[COMPUTE_STREAM] == pytest.approx(whole.stream_times[COMPUTE_STREAM], rel=1e-12)
     assert shortened.spent_seconds == pytest.approx(whole.spent_seconds)

@@ -401,7 +401,8 @@ class SimulatedRank:
         self.spent_seconds["communication"] += seconds
         if seconds:
             self._delay_running_kernels(start, end)
-            self._collective_spans.append((start, end))
+            if self._speed.overlap_loss:
+                self._collective_spans.append((start, end))
             if self._timeline is not None:
                 self._timeline.append(TimelineSpan(stream, f"{kind} {self.module}", kind, start, end))
 
