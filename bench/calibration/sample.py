@@ -21,9 +21,6 @@ MATMUL, ATTENTION, MEMORY, OPERATOR, OPTIMIZER, LAUNCH, COLLECTIVE = (
 )
 SAMPLE_KINDS = (MATMUL, ATTENTION, MEMORY, OPERATOR, OPTIMIZER, LAUNCH, COLLECTIVE)
 
-NUM_SAMPLE_DIMS = 5
-"""Of products and attention."""
-
 
 @dataclass(frozen=True)
 class CalibrationSample:

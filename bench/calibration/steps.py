@@ -21,7 +21,6 @@ from bench.calibration.kernels import TimedOptimizers, build_precision
 from bench.calibration.sample import ATTENTION as ATTENTION_SAMPLE
 from bench.calibration.sample import (
     LAUNCH,
-    NUM_SAMPLE_DIMS,
     OPERATOR,
     OPTIMIZER,
     CalibrationSample,
@@ -278,21 +277,17 @@ class _OperatorTimer(TorchDispatchMode):
 
         seconds = self._timer.time_calls([run_operator] * self._calls_together) / self._calls_together
         result = func(*args, **kwargs) if func._schema.is_mutable else results[0]
-        name, kind, format_index, dims, flops, bytes_moved = describe_kernel(func, args, kwargs, result)
-        format_ = OPERAND_FORMATS[format_index]
+        kernel = describe_kernel(func, args, kwargs, result)
+        name, kind, format_ = kernel.operator, kernel.kind, OPERAND_FORMATS[kernel.format]
         if kind == MATMUL and format_ == "fp32" and self._format == "tf32":
             format_ = "tf32"
         if kind == ATTENTION:
             format_ = "fp32" if self._format == "tf32" else self._format
             name = "backward" if "backward" in name else "forward"
-        # Samples leave out what rows are aligned to: those of the models that are timed all are.
-        dims = dims[:NUM_SAMPLE_DIMS] if kind in SAMPLE_KIND_BY_KERNEL else (_count_elements(result),)
-        self.times.append(
-            (
-                (SAMPLE_KIND_BY_KERNEL.get(kind, OPERATOR), name, format_, dims, float(flops), float(bytes_moved)),
-                seconds,
-            )
-        )
+        sample_kind = SAMPLE_KIND_BY_KERNEL.get(kind, OPERATOR)
+        dims = kernel.dims if kind in SAMPLE_KIND_BY_KERNEL else (_count_elements(result),)
+        sample_key = (sample_kind, name, format_, dims, float(kernel.flops), float(kernel.bytes_moved))
+        self.times.append((sample_key, seconds))
         return result
 
 
@@ -310,13 +305,13 @@ class _OperatorCounter(TorchDispatchMode):
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
         if is_kernel(func):
-            name, kind, _, dims, flops, bytes_moved = describe_kernel(func, args, kwargs, output)
+            kernel = describe_kernel(func, args, kwargs, output)
             self.kernel_count += 1
-            self.product_count += kind == MATMUL
-            if kind == ATTENTION:
-                self.attention_pairs["backward" in name] += dims[0] * dims[1]
-            self.flops += flops
-            self.bytes_moved += bytes_moved
+            self.product_count += kernel.kind == MATMUL
+            if kernel.kind == ATTENTION:
+                self.attention_pairs["backward" in kernel.operator] += kernel.dims[0] * kernel.dims[1]
+            self.flops += kernel.flops
+            self.bytes_moved += kernel.bytes_moved
         return output
 
 

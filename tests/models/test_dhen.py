@@ -109,7 +109,9 @@ def test_its_trace_has_the_exchanges_of_a_step_and_none_of_the_rows_that_nobody_
     ]
     larger = dataclasses.replace(config, model=dataclasses.replace(config.model, rows_per_table=10**9))  # type: ignore[type-var]
     moved_bytes = [
-        sum(kernel[-1] for segment in trace_step(build_trace_key(run), 6).segments for kernel in segment.kernels)
+        sum(
+            kernel.bytes_moved for segment in trace_step(build_trace_key(run), 6).segments for kernel in segment.kernels
+        )
         for run in (config, larger)
     ]
     assert moved_bytes[0] == moved_bytes[1]

@@ -97,7 +97,9 @@ def test_a_stage_s_trace_for_a_gpu_multiplies_in_fp8() -> None:
     knobs = ("strategy=mesh", "strategy.pipeline=2", "strategy.tensor=2", "gpus=4", "precision=fp8")
     config = compose_run_config(*SMALL_LLAMA, *H100, *knobs)
     (key, batch_size), *_ = list_stage_traces(config, build_trace_key(config))
-    products = Counter(kernel[0] for segment in trace_stage(key, batch_size).segments for kernel in segment.kernels)
+    products = Counter(
+        kernel.operator for segment in trace_stage(key, batch_size).segments for kernel in segment.kernels
+    )
     assert products["_scaled_mm"] >= 3 * 7  # forward and twice backward, of a block
 
 
@@ -155,9 +157,9 @@ def test_a_trace_for_a_gpu_multiplies_in_fp8_where_bf16_did() -> None:
         kernels = [kernel for segment in trace.segments for kernel in segment.kernels]
         products[precision] = Counter(dict.fromkeys(("mm", "_scaled_mm"), 0))
         flops: Counter[str] = Counter()
-        for name, _, _, _, count, _ in kernels:
-            products[precision][name] += 1
-            flops[name] += count
+        for kernel in kernels:
+            products[precision][kernel.operator] += 1
+            flops[kernel.operator] += kernel.flops
         products[precision, "flops"] = sum(flops[name] for name in ("mm", "addmm", "_scaled_mm"))
     # Four layers in each of two blocks, forward and twice backward; the head stays.
     assert products["fp8"]["_scaled_mm"] == 3 * 4 * 2

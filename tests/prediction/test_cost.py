@@ -50,9 +50,10 @@ def matmuls(shapes: list[tuple[int, int, int, int]], format_: str = "bf16", row_
         operators=("mm",) * len(shapes),
         kinds=np.full(len(shapes), MATMUL),
         formats=np.full(len(shapes), OPERAND_FORMATS.index(format_)),
-        dims=np.stack([batch, m, n, k, 0 * k, 0 * k + row_bytes], axis=1),
+        dims=np.stack([batch, m, n, k, 0 * k], axis=1),
         flops=2 * batch * m * n * k,
         bytes_moved=width * batch * (m * k + k * n + m * n),
+        row_bytes=np.full(len(shapes), row_bytes),
     )
 
 
@@ -114,9 +115,10 @@ def others(operator: str, bytes_moved: float, kind: int = MEMORY_BOUND, flops: f
         operators=(operator,),
         kinds=np.array([kind]),
         formats=np.array([OPERAND_FORMATS.index("bf16")]),
-        dims=np.array([[1, 16, 2048, 2048, 128, 0]], dtype=float) if kind == ATTENTION else np.zeros((1, NUM_DIMS)),
+        dims=np.array([[1, 16, 2048, 2048, 128]], dtype=float) if kind == ATTENTION else np.zeros((1, NUM_DIMS)),
         flops=np.array([flops]),
         bytes_moved=np.array([bytes_moved]),
+        row_bytes=np.zeros(1, dtype=np.int64),
     )
 
 

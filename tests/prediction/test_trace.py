@@ -236,7 +236,7 @@ def test_matrix_products_count_the_models_flops(model, checkpointing):
     trace = trace_step(build_trace_key(run), 2)
     kernels = [kernel for segment in trace.segments for kernel in segment.kernels]
     counted = run.model.limit_blocks(4).count_flops_per_sequence(32)
-    assert sum(kernel[4] for kernel in kernels if kernel[1] == MATMUL) == 2 * counted.compute_hardware_flops(
+    assert sum(kernel.flops for kernel in kernels if kernel.kind == MATMUL) == 2 * counted.compute_hardware_flops(
         checkpointing
     )
 
@@ -246,9 +246,10 @@ def test_fused_attention_computes_scores_again_and_keeps_no_scores():
     settings = {"model": "gpt_tiny", "sequence_length": "64", "precision": "bf16", "strategy": "fsdp"}
     eager = trace_step(build_trace_key(config(**settings, model__attention="eager", hardware="a100_80gb")), 4)
     fused = trace_step(build_trace_key(config(**settings, hardware="a100_80gb")), 4)
-    attention = [kernel for segment in fused.segments for kernel in segment.kernels if kernel[1] == ATTENTION]
+    attention = [kernel for segment in fused.segments for kernel in segment.kernels if kernel.kind == ATTENTION]
     forward, backward = (
-        [kernel for kernel in attention if ("backward" in kernel[0]) == is_backward] for is_backward in (False, True)
+        [kernel for kernel in attention if ("backward" in kernel.operator) == is_backward]
+        for is_backward in (False, True)
     )
     assert len(forward) == len(backward) > 0
     assert backward[0][4] * 2 == forward[0][4] * 5
@@ -332,7 +333,7 @@ def test_kernels_carry_shape_flops_and_bytes():
         a.expand(3, 4, 8) + 1
     product, addition = found
     assert product[0] == "mm"
-    assert product[3:] == ((1, 4, 16, 8, 0, 16), 2 * 4 * 8 * 16, 4 * (32 + 128 + 64))
+    assert product[3:] == ((1, 4, 16, 8, 0), 2 * 4 * 8 * 16, 4 * (32 + 128 + 64), 16)
     assert addition[0] == "add"
     assert addition[5] == 4 * (32 + 96)  # an expanded operand is read once
 
@@ -348,7 +349,7 @@ def test_products_carry_what_the_rows_of_their_operands_and_result_are_aligned_t
         (queries @ queries.transpose(-1, -2)) @ queries
         one_of_three = torch.empty(64, 3, 20, dtype=torch.bfloat16)[:, 1]
         one_of_three @ one_of_three.t()
-    row_bytes = [kernel[3][5] for kernel in found if kernel[1] == MATMUL]
+    row_bytes = [kernel.row_bytes for kernel in found if kernel.kind == MATMUL]
     # Of a head with an odd vocabulary the output is not aligned, which forward writes and backward reads twice.
     assert row_bytes == [2, 2, 2, 4, 4, 8]
 
@@ -362,7 +363,7 @@ def test_flops_agree_with_torchs_counter(model):
     with (
         FakeTensorMode(allow_non_fake_inputs=True),
         counter,
-        OpRecorder(lambda *_: None, lambda kernel, *_: total.append(kernel[4]), on_cpu=False),
+        OpRecorder(lambda *_: None, lambda kernel, *_: total.append(kernel.flops), on_cpu=False),
     ):
         module = run.model.build_model()
         for owner in module.modules():
@@ -401,9 +402,11 @@ def test_compiled_blocks_move_fewer_bytes_and_compute_the_same(model, checkpoint
     )
     plain, compiled = (trace_step(dataclasses.replace(key, compile=flag), 2) for flag in (False, True))
     for before, after in zip(plain.segments, compiled.segments, strict=True):
-        products = [sum(kernel[4] for kernel in segment.kernels if kernel[1] == MATMUL) for segment in (before, after)]
+        products = [
+            sum(kernel.flops for kernel in segment.kernels if kernel.kind == MATMUL) for segment in (before, after)
+        ]
         assert products[0] == products[1]
-        moved = [sum(kernel[5] for kernel in segment.kernels) for segment in (before, after)]
+        moved = [sum(kernel.bytes_moved for kernel in segment.kernels) for segment in (before, after)]
         if before.place is None or before.place == LOSS_PLACE:
             assert moved[0] == moved[1]
         else:

@@ -138,7 +138,7 @@ def predict_products_by_alignment(
     bandwidth_gb_s: float,
 ) -> FloatArray:
     """Seconds of products whose rows may not be aligned, at the efficiency that aligned ones of their series reach."""
-    shares = find_alignment_shares(points.row_bytes.to_numpy(dtype=float), matmul)
+    shares = find_alignment_shares(points.row_bytes.to_numpy(), matmul)
     return predict_products(
         points,
         dataclasses.replace(matmul, efficiency={"bf16": 1.0}),

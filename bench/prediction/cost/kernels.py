@@ -27,6 +27,7 @@ from bench.prediction.trace.kernels import (
     MEMORY_BOUND,
     OPERAND_FORMATS,
     FloatArray,
+    IntArray,
     KernelArrays,
 )
 
@@ -55,14 +56,14 @@ def compute_cpu_arithmetic_seconds(kernels: KernelArrays, hardware: Hardware, pr
             format_ = "fp32" if format_name == "other" else format_name
             _require_format(format_, hardware, processor)
             seconds[selected] = compute_cpu_matmul_seconds(
-                kernels.dims[selected, :5], kernels.flops[selected], format_, processor
+                kernels.dims[selected], kernels.flops[selected], format_, processor
             )
     selected = kernels.kinds == ATTENTION
     if np.any(selected):
         _require_format(precision.compute, hardware, processor)
         is_backward = np.array(["backward" in operator for operator in kernels.operators])[selected]
         seconds[selected] = compute_cpu_attention_seconds(
-            kernels.dims[selected, :5], kernels.flops[selected], is_backward, precision.compute, processor
+            kernels.dims[selected], kernels.flops[selected], is_backward, precision.compute, processor
         )
     return seconds
 
@@ -226,10 +227,10 @@ def _compute_arithmetic_seconds(
             seconds[selected] = compute_matmul_seconds(
                 kernels.dims[selected, :4], peak_flops * efficiency, speeds.matmul
             )
-            row_bytes = kernels.dims[selected, 5]
+            row_bytes = kernels.row_bytes[selected]
             if format_name == "fp32" and precision.tf32:
                 # Assumed: rows aligned to one number of TF32's cost what those aligned to one of 16 bits do.
-                row_bytes = np.where(row_bytes < ALIGNED_ROW_BYTES, row_bytes / 2, row_bytes)
+                row_bytes = np.where(row_bytes < ALIGNED_ROW_BYTES, row_bytes // 2, row_bytes)
             if format_name in HALF_PRECISION_FORMATS or precision.tf32:
                 seconds[selected] /= find_alignment_shares(row_bytes, speeds.matmul)
             for index in _find_grouped_kernels(kernels, selected) if expert_tokens else ():
@@ -247,7 +248,7 @@ def _compute_arithmetic_seconds(
         assert speeds.attention is not None
         seconds[is_attention] = compute_attention_seconds(
             [kernels.operators[index] for index in np.flatnonzero(is_attention)],
-            kernels.dims[is_attention, :5],
+            kernels.dims[is_attention],
             kernels.flops[is_attention],
             peak_flops,
             speeds.attention,
@@ -334,11 +335,11 @@ def compute_matmul_seconds(shapes: FloatArray, flops_per_s: float, matmul: Matmu
     return best_seconds
 
 
-def find_alignment_shares(row_bytes: FloatArray, matmul: MatmulSpeed) -> FloatArray:
+def find_alignment_shares(row_bytes: IntArray, matmul: MatmulSpeed) -> FloatArray:
     """Share of the speed of aligned products that others of 16-bit formats have, by what their rows are aligned to."""
     shares = np.ones(len(row_bytes))
     for size_bytes, share in matmul.unaligned_share.items():
-        shares[row_bytes == float(size_bytes)] = share
+        shares[row_bytes == int(size_bytes)] = share
     return shares
 
 

@@ -218,7 +218,7 @@ def _compute_product_seconds(config: RunConfig, products: Sequence[MatrixProduct
         operators=("mm",) * len(products),
         kinds=np.full(len(products), MATMUL),
         formats=np.full(len(products), OPERAND_FORMATS.index("bf16")),
-        dims=np.array([[1, product.m, product.n, product.k, 0, 0] for product in products], dtype=float),
+        dims=np.array([[1, product.m, product.n, product.k, 0] for product in products], dtype=float),
         flops=np.array([2.0 * product.m * product.n * product.k for product in products]),
         bytes_moved=np.array(
             [
@@ -226,6 +226,7 @@ def _compute_product_seconds(config: RunConfig, products: Sequence[MatrixProduct
                 for product in products
             ]
         ),
+        row_bytes=np.zeros(len(products), dtype=np.int64),
     )
     seconds = compute_kernel_seconds(kernels, config.hardware, dataclasses.replace(config.precision, compute="bf16"))
     return float(seconds @ np.array([product.count for product in products]))

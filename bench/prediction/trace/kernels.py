@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +30,7 @@ GROUPED_DEPTH_SUFFIX = ".depth"
 """Behind such a name where the depth of the product is what experts share out, as in the gradients of their weights;
 else it is the rows of the left operand."""
 
-NUM_DIMS = 6
+NUM_DIMS = 5
 
 ALIGNED_ROW_BYTES = 16
 """What a thread loads at once: cuBLAS's fastest kernels are for matrices whose rows all begin at multiples of it
@@ -46,6 +46,18 @@ FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
 
+class KernelRecord(NamedTuple):
+    """One kernel, as a trace notes it: what `KernelArrays` has of each."""
+
+    operator: str
+    kind: int
+    format: int
+    dims: tuple[int, ...]
+    flops: int
+    bytes_moved: int
+    row_bytes: int = 0
+
+
 @dataclass(frozen=True)
 class KernelArrays:
     """Kernels in the order they start. All arrays have one entry per kernel."""
@@ -57,14 +69,16 @@ class KernelArrays:
     formats: IntArray
     """Index into `OPERAND_FORMATS` of the widest floating-point operand."""
     dims: FloatArray
-    """Shape (kernels, `NUM_DIMS`). MATMUL: batch, m, n, k, 1 if the left operand is transposed, else 0, and the bytes
-    that all rows of both operands begin at multiples of, at most `ALIGNED_ROW_BYTES`; 0 where that is not known.
-    ATTENTION: batch, heads, queries, keys, head dimension, 0. MEMORY: zeros."""
+    """Shape (kernels, `NUM_DIMS`). MATMUL: batch, m, n, k, and 1 if the left operand is transposed, else 0. ATTENTION:
+    batch, heads, queries, keys, head dimension. MEMORY: zeros."""
     flops: FloatArray
     """Of matrix products, a multiply-add counting 2; of fused attention what the kernel executes: forward 2 products
     over the scores, backward 5, half of each if causal."""
     bytes_moved: FloatArray
     """Bytes of operands read and results written, each once."""
+    row_bytes: IntArray
+    """Of matrix products: bytes that all rows of operands and result begin at multiples of, at most
+    `ALIGNED_ROW_BYTES`; 0 where that is not known, and for other kernels."""
 
     def __len__(self) -> int:
         return len(self.operators)
@@ -79,6 +93,7 @@ class KernelArrays:
             self.dims[selected],
             self.flops[selected],
             self.bytes_moved[selected],
+            self.row_bytes[selected],
         )
 
 
@@ -91,6 +106,7 @@ def concatenate_kernels(parts: Sequence[KernelArrays]) -> KernelArrays:
         dims=np.concatenate([part.dims for part in parts]),
         flops=np.concatenate([part.flops for part in parts]),
         bytes_moved=np.concatenate([part.bytes_moved for part in parts]),
+        row_bytes=np.concatenate([part.row_bytes for part in parts]),
     )
 
 

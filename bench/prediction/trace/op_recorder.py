@@ -34,6 +34,7 @@ from bench.prediction.trace.kernels import (
     MATMUL,
     MEMORY_BOUND,
     OPERAND_FORMATS,
+    KernelRecord,
 )
 from bench.strategies.step_plan import TENSOR_GROUP
 
@@ -77,9 +78,6 @@ ATTENTION_NAME_PART = "attention"
 
 
 OnCollective = Callable[[str, int, str], Callable[[], None] | None]
-
-KernelRecord = tuple[str, int, int, tuple[int, ...], int, int]
-"""Operator name, kind, format, dimensions, FLOPs and bytes moved."""
 
 
 class OpRecorder(TorchDispatchMode):
@@ -209,7 +207,7 @@ class OpRecorder(TorchDispatchMode):
 
 
 def describe_kernel(func: Any, args: Any, kwargs: Any, out: Any) -> KernelRecord:
-    """Operator name, kind, format, dimensions, FLOPs and bytes moved of one call."""
+    """The kernel of one call."""
     name = func._schema.name.partition("::")[2]
     operands = list(_iterate_tensors((args, {key: value for key, value in kwargs.items() if key != "out"})))
     results = list(_iterate_tensors(out))
@@ -217,10 +215,11 @@ def describe_kernel(func: Any, args: Any, kwargs: Any, out: Any) -> KernelRecord
     bytes_moved -= _count_unnamed_row_bytes(name, operands, results)
     format_ = min((FORMAT_BY_DTYPE.get(tensor.dtype, OTHER_FORMAT) for tensor in operands), default=OTHER_FORMAT)
     if kernels.is_quantised_matmul(name):
-        shape = kernels.find_matmul_shape(name, args)
+        shape: tuple[int, ...] = kernels.find_matmul_shape(name, args)
         working_bytes = kernels.compute_working_memory(name, args)
         format_ = FORMAT_BY_DTYPE.get(out.dtype, OTHER_FORMAT)
-        return name, MATMUL, format_, shape, 2 * math.prod(shape[:4]), bytes_moved + 2 * working_bytes
+        flops = 2 * math.prod(shape[:4])
+        return KernelRecord(name, MATMUL, format_, shape, flops, bytes_moved + 2 * working_bytes)
     if ATTENTION_NAME_PART in name:
         is_backward = "backward" in name
         query, key = operands[1:3] if is_backward else operands[:2]
@@ -230,12 +229,13 @@ def describe_kernel(func: Any, args: Any, kwargs: Any, out: Any) -> KernelRecord
         attention_shape = (*query.shape[:3], key.shape[2], query.shape[3])
         num_matmuls = ATTENTION_BACKWARD_MATMULS if is_backward else ATTENTION_FORWARD_MATMULS
         flops = 2 * num_matmuls * math.prod(attention_shape) // (2 if _is_causal(func, args, kwargs) else 1)
-        return name, ATTENTION, format_, attention_shape, flops, bytes_moved
+        return KernelRecord(name, ATTENTION, format_, attention_shape, flops, bytes_moved)
     if GROUPED_MATMUL_NAME_PART in name:
         flops = flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
         if operands[1].dim() == 2:
             name += GROUPED_DEPTH_SUFFIX
-        return name, MATMUL, format_, _find_grouped_matmul_shape(operands, flops), int(flops), bytes_moved
+        shape = _find_grouped_matmul_shape(operands, flops)
+        return KernelRecord(name, MATMUL, format_, shape, int(flops), bytes_moved)
     if func._overloadpacket in flop_registry:
         flops = flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
         left, right = (
@@ -244,9 +244,9 @@ def describe_kernel(func: Any, args: Any, kwargs: Any, out: Any) -> KernelRecord
         format_ = FP8_FORMAT if name == FP8_MATMUL else format_
         batch = left.shape[0] if left.dim() == 3 else 1
         row_bytes = min(map(_find_row_alignment, (left, right, *results)))
-        sizes = (batch, left.shape[-2], right.shape[-1], left.shape[-1])
-        return name, MATMUL, format_, (*sizes, int(_is_transposed(left)), row_bytes), int(flops), bytes_moved
-    return name, MEMORY_BOUND, format_, (0, 0, 0, 0, 0), 0, bytes_moved
+        shape = (batch, left.shape[-2], right.shape[-1], left.shape[-1], int(_is_transposed(left)))
+        return KernelRecord(name, MATMUL, format_, shape, int(flops), bytes_moved, row_bytes)
+    return KernelRecord(name, MEMORY_BOUND, format_, (), 0, bytes_moved)
 
 
 def _count_unnamed_row_bytes(name: str, operands: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> int:

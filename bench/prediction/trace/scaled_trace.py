@@ -177,7 +177,7 @@ def _pair_segments(first: Trace, second: Trace) -> Iterator[tuple[TraceSegment, 
     for a, b in zip(first.segments, second.segments, strict=True):
         is_alike = (
             len(a.changes) == len(b.changes)
-            and [kernel[0] for kernel in a.kernels] == [kernel[0] for kernel in b.kernels]
+            and [kernel.operator for kernel in a.kernels] == [kernel.operator for kernel in b.kernels]
             and a.events == b.events
             and [(event.kernel, event.kind) for event in a.collectives]
             == [(event.kernel, event.kind) for event in b.collectives]
@@ -281,14 +281,15 @@ def build_kernel_arrays(segment: TraceSegment) -> KernelArrays:
     records = segment.kernels
     dims = np.zeros((len(records), NUM_DIMS))
     for index, record in enumerate(records):
-        dims[index, : len(record[3])] = record[3]
+        dims[index, : len(record.dims)] = record.dims
     return KernelArrays(
-        operators=tuple(record[0] for record in records),
-        kinds=np.array([record[1] for record in records], dtype=np.int64),
-        formats=np.array([record[2] for record in records], dtype=np.int64),
+        operators=tuple(record.operator for record in records),
+        kinds=np.array([record.kind for record in records], dtype=np.int64),
+        formats=np.array([record.format for record in records], dtype=np.int64),
         dims=dims,
-        flops=np.array([record[4] for record in records], dtype=float),
-        bytes_moved=np.array([record[5] for record in records], dtype=float),
+        flops=np.array([record.flops for record in records], dtype=float),
+        bytes_moved=np.array([record.bytes_moved for record in records], dtype=float),
+        row_bytes=np.array([record.row_bytes for record in records], dtype=np.int64),
     )
 
 
@@ -304,6 +305,7 @@ def scale_kernels(segment: ScaledSegment, batch_weight: float) -> KernelArrays:
         first.dims + batch_weight * (second.dims - first.dims),
         first.flops + batch_weight * (second.flops - first.flops),
         first.bytes_moved + batch_weight * (second.bytes_moved - first.bytes_moved),
+        np.minimum(first.row_bytes, second.row_bytes),
     )
 
 

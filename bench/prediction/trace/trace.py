@@ -12,7 +12,7 @@ from bench.config.run_id import to_plain_value
 from bench.core.precision import Precision
 from bench.models import Family
 from bench.models.checkpointing import find_block_period
-from bench.prediction.trace.op_recorder import KernelRecord
+from bench.prediction.trace.kernels import KernelRecord
 from bench.strategies.step_plan import TENSOR_GROUP
 from bench.strategies.tensor_parallel.split import TensorParallelSplit
 
@@ -183,8 +183,8 @@ def trace_from_plain(plain: dict[str, Any]) -> Trace:
             place=None if segment["place"] is None else (segment["place"][0], segment["place"][1]),
             changes=[(size, number) for size, number in segment["changes"]],
             kernels=[
-                (name, kind, form, tuple(dims), flops, moved)
-                for name, kind, form, dims, flops, moved in segment["kernels"]
+                KernelRecord(name, kind, form, tuple(dims), *numbers)
+                for name, kind, form, dims, *numbers in segment["kernels"]
             ],
             gradients=[GradientEvent(**event) for event in segment["gradients"]],
             collectives=[CollectiveEvent(**event) for event in segment["collectives"]],
