@@ -114,6 +114,15 @@ def test_a_device_without_points_has_the_median_of_devices_like_it() -> None:
     assert "h100_pcie" in build_page(fits)
 
 
+def test_the_efficient_kernel_is_slowed_as_measured_only_where_that_device_is_fitted(
+    fits: dict[str, DeviceFit],
+) -> None:
+    alone = fit_devices([compose_run_config("hardware=h100_80gb").hardware])["h100_80gb"]
+    place = "speeds.attention.kernels.efficient"
+    assert "on an H200" in fits["h100_80gb"].sources[place]
+    assert "issues/416" in alone.sources[place]
+
+
 def test_known_curves_come_back() -> None:
     matmul = MatmulSpeed({"bf16": 0.8}, 132, 60.0)
     shapes = [(m, n, k) for m in (512, 4096, 8192) for n in (1024, 4096, 12288) for k in (512, 2048, 8192)]

@@ -105,7 +105,8 @@ def _assume_kernel(
     if name in (EFFICIENT, TRITON_2022, AOTRITON):
         base, text = (known[FLASH_2], "here") if FLASH_2 in known else _take_kernel_median(FLASH_2, fit, fits)
         forward, backward, reason = 1.0, 1.0, "AMD's share of the peak is that of FlashAttention-2"
-        if name == EFFICIENT and find_architecture(fit.hardware.name) == find_architecture(MEASURED_DEVICE):
+        is_like_measured = find_architecture(fit.hardware.name) == find_architecture(MEASURED_DEVICE)
+        if name == EFFICIENT and is_like_measured and MEASURED_DEVICE in fits:
             forward, backward = _measure_efficient_ratios(base, fits[MEASURED_DEVICE])
             reason = f"ratio to FlashAttention-2 of T5's kernels on an H200 ({MEASURED_POINTS})"
         elif name == EFFICIENT:

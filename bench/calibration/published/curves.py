@@ -11,6 +11,7 @@ import pandas as pd
 
 from bench.calibration.fit_processor import fit_least_squares
 from bench.calibration.published.devices import POINT_PEAK_TFLOPS
+from bench.calibration.published.points import HALF_PRECISION_BYTES
 from bench.hardware.attention_kernels import SDPA
 from bench.hardware.speeds import AttentionKernelSpeed, AttentionSpeed, LinkSpeeds, MatmulSpeed
 from bench.prediction.cost.collectives import CollectiveGroup, compute_collective_seconds
@@ -31,7 +32,6 @@ MAX_SHARE = 0.98
 ASSUMED_BYTES_SHARE = 0.9
 """Of the memory's bandwidth, where a small product waits for it."""
 KERNEL_LAUNCH_S = 2e-6
-BF16_BYTES = 2
 
 INITIAL_OVERHEAD_US = 3.0
 INITIAL_PRODUCTS = (0.75, 48.0)
@@ -89,7 +89,7 @@ def predict_products(
     batch, m, n, k = shapes.T
     reached_flops = peak_tflops * 1e12 * matmul.efficiency["bf16"]
     arithmetic_s = compute_matmul_seconds(shapes, reached_flops, matmul) / arithmetic_shares
-    moved_bytes = BF16_BYTES * batch * (m * k + k * n + m * n)
+    moved_bytes = HALF_PRECISION_BYTES * batch * (m * k + k * n + m * n)
     memory_s = moved_bytes / (bandwidth_gb_s * 1e9 * ASSUMED_BYTES_SHARE)
     return np.maximum(arithmetic_s, memory_s) + KERNEL_LAUNCH_S + overhead_us * 1e-6
 
