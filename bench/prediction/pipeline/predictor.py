@@ -12,6 +12,7 @@ from bench.prediction.pipeline.stages import SimulatedPipelineStage, build_pipel
 from bench.prediction.pipeline.time import predict_pipeline_time
 from bench.prediction.prediction import Prediction
 from bench.prediction.simulation.device_memory import predict_memory
+from bench.prediction.simulation.rank_memory import ACTIVATION_MEMORY
 from bench.prediction.simulation.repetition import Repetition
 from bench.prediction.simulation.simulated_rank import RankSpeed, SimulatedRank
 from bench.prediction.trace.chunks import Chunk
@@ -27,8 +28,6 @@ from bench.strategies.pipeline.schedule import (
 )
 from bench.strategies.pipeline.step_plans import StagePlan, name_stage_gradients
 from bench.strategies.step_plan import GRADIENT_MEMORY, PARAMETER_MEMORY, PlanInputs, ShardingUnit
-
-ACTIVATION_MEMORY = "activations"
 
 UNTIMED_SPEED = RankSpeed()
 """Memory is the same at any pace."""

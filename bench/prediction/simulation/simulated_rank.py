@@ -1,43 +1,30 @@
 """One rank on which a step is simulated: its memory, its streams and the processor that feeds them.
 
-Memory changes when the processor says so, in its order, as in PyTorch's caching allocator: what another stream still
-uses when it is freed stays out of use for a while (*active*, not *allocated*). Time passes on every stream by itself.
+Time passes on every stream by itself.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import heapq
 import itertools
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
-from bench.prediction.prediction import MEMORY_PARTS, TimelineSpan
+from bench.prediction.prediction import TimelineSpan
 from bench.prediction.simulation.allocator_replay import AllocatorReplay
 from bench.prediction.simulation.caching_allocator import MIN_OWN_SEGMENT_BYTES
+from bench.prediction.simulation.rank_memory import RankMemory
 from bench.prediction.trace.chunks import Chunk
 from bench.prediction.trace.kernels import FloatArray
 from bench.prediction.trace.trace import BlockPlace
 from bench.strategies.step_plan import (
     ALL_GATHER_MEMORY,
-    ALL_GATHER_STREAM,
     COMPUTE_STREAM,
-    GRADIENT_MEMORY,
-    OPTIMIZER_MEMORY,
-    REDUCE_STREAM,
     REDUCTION_MEMORY,
-    REPLICA_STREAM,
 )
-
-STREAMS = (COMPUTE_STREAM, ALL_GATHER_STREAM, REDUCE_STREAM, REPLICA_STREAM)
-
-ACTIVATION_MEMORY, TEMPORARY_MEMORY = "activations", "temporaries"
-
-GRADIENT_NAME_PREFIXES = ("gradients ", "gradient shard ")
-"""Beginnings of the names under which plans keep gradients from step to step; their buckets have others."""
 
 CollectiveSeconds = Callable[[str, float, str], float]
 """Time of a collective: kind, bytes, group."""
@@ -65,16 +52,6 @@ class RankSpeed:
     """Above 0: the device stands still for so long whenever a large buffer is allocated beside the computation."""
 
 
-@dataclass
-class MemoryPeak:
-    """The highest memory so far, and what it consists of."""
-
-    size: float = 0.0
-    parts: dict[str, float] = field(default_factory=dict)
-    phase: str = "forward"
-    module: str = ""
-
-
 @dataclass(frozen=True)
 class RankState:
     """All that what happens next to a rank depends on, and the seconds it has spent."""
@@ -97,7 +74,7 @@ class RankState:
         )
 
 
-class SimulatedRank:
+class SimulatedRank(RankMemory):
     """Implements `bench.strategies.step_plan.PlanDevice`, and simulates the model's own segments in between."""
 
     def __init__(
@@ -108,31 +85,12 @@ class SimulatedRank:
         replay: AllocatorReplay | None = None,
         keeps_frozen_inputs: bool = False,
     ) -> None:
+        super().__init__(replay)
         self._speed = speed
-        self._replay = replay
         self.keeps_frozen_inputs = keeps_frozen_inputs
         """Inputs of frozen units, and their gradients, stay until backward ends."""
-        self._allocations: dict[str, tuple[float, str, str]] = {}
-        self._part_bytes = dict.fromkeys(MEMORY_PARTS, 0.0)
-        self._allocated_bytes = 0.0
-        self._delayed_frees: list[tuple[float, float]] = []
-        self._delayed_free_bytes = 0.0
-        self.peak = MemoryPeak()
-        self.phase_peaks: dict[str, float] = {}
-        self.initial_bytes = 0.0
-        """Allocated before the first step, which is not the one that is simulated."""
-        self.early_bytes = 0.0
-        """More than in the step that is simulated, in the second."""
-        self.peak_active_bytes = 0.0
-        self._side_stream_bytes = 0.0
-        self._peak_compute_stream_bytes = 0.0
-        self._side_streams: dict[str, tuple[float, float]] = {}
-        """What is allocated on each stream but the one that computes, and the most of it so far."""
-        self.phase, self.module = "forward", ""
         self.place: BlockPlace = None
         """Where the computation is in the whole model."""
-        self.processor_time = 0.0
-        self.stream_times = dict.fromkeys(STREAMS, 0.0)
         self._event_times: dict[str, float] = {}
         self._late_free_times: deque[float] = deque()
         self.spent_seconds = dict.fromkeys(
@@ -154,19 +112,7 @@ class SimulatedRank:
 
     def allocate(self, name: str, size: float, part: str, *, stream: str = COMPUTE_STREAM) -> None:
         """As `PlanDevice` says. What is held under the name already is freed first."""
-        if name in self._allocations:
-            self.free(name)
-        self._allocations[name] = (size, part, stream)
-        self._part_bytes[part] += size
-        self._allocated_bytes += size
-        if stream != COMPUTE_STREAM:
-            level, peak = self._side_streams.get(stream, (0.0, 0.0))
-            level += size
-            self._side_streams[stream] = level, level if level > peak else peak
-            self._side_stream_bytes += size
-        self._note_peak(0.0, 0.0)
-        if self._replay is not None:
-            self._replay.hold(name, size, stream, self.processor_time)
+        self.hold(name, size, part, stream)
         if part in (ALL_GATHER_MEMORY, REDUCTION_MEMORY) and size >= MIN_OWN_SEGMENT_BYTES:
             self.largest_retried_bytes = max(self.largest_retried_bytes, size)
             if self._speed.retry_s_per_byte:
@@ -183,99 +129,26 @@ class SimulatedRank:
         if self._timeline is not None:
             self._timeline.append(TimelineSpan(COMPUTE_STREAM, f"allocator {self.module}", "wait", start, end))
 
-    def free(self, name: str, *, after: str | None = None) -> None:
-        allocation = self._allocations.pop(name, None)
-        if allocation is None:
-            return
-        size, part, stream = allocation
-        self._part_bytes[part] -= size
-        self._allocated_bytes -= size
-        if stream != COMPUTE_STREAM:
-            level, peak = self._side_streams[stream]
-            self._side_streams[stream] = level - size, peak
-            self._side_stream_bytes -= size
-        is_late = after is not None and self.stream_times[after] > self.processor_time
-        if after is not None and is_late:
-            heapq.heappush(self._delayed_frees, (self.stream_times[after], size))
-            self._delayed_free_bytes += size
-        if self._replay is not None:
-            self._replay.free(name, self.stream_times[after] if after is not None and is_late else None)
-
-    def _note_peak(self, extra_bytes: float, lasting_bytes: float, gradient_bytes: float = 0.0) -> None:
-        """Note a new peak, `extra_bytes` what is allocated now; `lasting_bytes` of it in storages that stay."""
-        level = self._allocated_bytes + extra_bytes
-        if level > self.phase_peaks.get(self.phase, 0.0):
-            self.phase_peaks[self.phase] = level
-        if level - self._side_stream_bytes > self._peak_compute_stream_bytes:
-            self._peak_compute_stream_bytes = level - self._side_stream_bytes
-        if level > self.peak.size:
-            parts = dict(self._part_bytes)
-            parts[ACTIVATION_MEMORY] += lasting_bytes
-            parts[GRADIENT_MEMORY] += gradient_bytes
-            parts[TEMPORARY_MEMORY] += extra_bytes - lasting_bytes - gradient_bytes
-            self.peak = MemoryPeak(level, parts, self.phase, self.module)
-        while self._delayed_frees and self._delayed_frees[0][0] <= self.processor_time:
-            self._delayed_free_bytes -= heapq.heappop(self._delayed_frees)[1]
-        if level + self._delayed_free_bytes > self.peak_active_bytes:
-            self.peak_active_bytes = level + self._delayed_free_bytes
-
-    @property
-    def stream_peaks_bytes(self) -> float:
-        """Peaks of all streams together: what one has cached the others cannot use."""
-        return self._peak_compute_stream_bytes + sum(peak for _, peak in self._side_streams.values())
-
     @property
     def elapsed_s(self) -> float:
         """Seconds since the step began, until the computing stream is done."""
         return self.stream_times[COMPUTE_STREAM]
-
-    # Time
-
-    def note_initial_bytes(self) -> None:
-        """What is held now is there before the first step, too, but for optimizer state and gradients that are kept."""
-        if self._replay is not None:
-            self._replay.end_building()
-        self.initial_bytes = sum(
-            size
-            for name, (size, part, _) in self._allocations.items()
-            if part != OPTIMIZER_MEMORY and not name.startswith(GRADIENT_NAME_PREFIXES)
-        )
-
-    def grow_allocation(self, name: str, size: float, part: str) -> None:
-        """Hold more under a name, without a look at the peak: whoever calls has taken it into account."""
-        self._allocations[name] = (self._allocations.get(name, (0.0, part))[0] + size, part, COMPUTE_STREAM)
-        self._part_bytes[part] += size
-        self._allocated_bytes += size
-        if self._replay is not None:
-            self._replay.grow(name, size, self.processor_time)
 
     # State
 
     @property
     def is_recorded(self) -> bool:
         """Whether everything that happens is written down, or played through the model of the allocator."""
-        return self._timeline is not None or self._replay is not None
+        return self._timeline is not None or self.is_replayed
 
     def get_state(self) -> RankState:
         """As it is now."""
-        allocations, events = sorted(self._allocations.items()), sorted(self._event_times.items())
-        communicators, streams = sorted(self._communicator_times.items()), sorted(self._side_streams.items())
+        names, sizes, num_levels = self.list_held()
+        events, communicators = sorted(self._event_times.items()), sorted(self._communicator_times.items())
         delayed_frees = sorted(self._delayed_frees)
-        names = (
-            *((name, part, stream) for name, (_, part, stream) in allocations),
-            *(name for name, _ in (*events, *communicators, *streams)),
-            *(size for _, size in delayed_frees),
-            *(len(numbers) for numbers in (allocations, events, communicators, streams)),
-            *(len(times) for times in (self._late_free_times, self._collective_spans)),
-        )
-        sizes = [
-            *(size for _, (size, _, _) in allocations),
-            self._allocated_bytes,
-            *(level for _, (level, _) in streams),
-            self._side_stream_bytes,
-            self._delayed_free_bytes,
-            *self._part_bytes.values(),
-        ]
+        names += [name for name, _ in (*events, *communicators)]
+        names += [size for _, size in delayed_frees]
+        names += [len(events), len(self._late_free_times), len(self._collective_spans)]
         seconds = [
             *(time for _, time in events),
             *(time for _, time in communicators),
@@ -286,18 +159,12 @@ class SimulatedRank:
             *self.stream_times.values(),
             *self.spent_seconds.values(),
         ]
-        return RankState(names, np.array(sizes), len(sizes) - len(self._part_bytes), np.array(seconds))
+        return RankState(tuple(names), np.array(sizes), num_levels, np.array(seconds))
 
     def set_state(self, state: RankState) -> None:
         """Go on from a state that has the names of the present one."""
-        sizes, seconds = iter(state.sizes.tolist()), iter(state.seconds.tolist())
-        self._allocations = {
-            name: (next(sizes), part, stream) for name, (_, part, stream) in sorted(self._allocations.items())
-        }
-        self._allocated_bytes = next(sizes)
-        self._side_streams = {name: (next(sizes), peak) for name, (_, peak) in sorted(self._side_streams.items())}
-        self._side_stream_bytes, self._delayed_free_bytes = next(sizes), next(sizes)
-        self._part_bytes = {part: next(sizes) for part in self._part_bytes}
+        self.set_held(iter(state.sizes.tolist()))
+        seconds = iter(state.seconds.tolist())
         self._event_times = {name: next(seconds) for name in sorted(self._event_times)}
         self._communicator_times = {name: next(seconds) for name in sorted(self._communicator_times)}
         self._late_free_times = deque(next(seconds) for _ in self._late_free_times)
@@ -311,12 +178,10 @@ class SimulatedRank:
 
     def simulate_chunk(self, chunk: Chunk, kind: str) -> None:
         """A piece of the model's own computation."""
-        self._note_peak(chunk.peak_bytes, chunk.lasting_bytes_at_peak, chunk.gradient_bytes_at_peak)
+        self.note_peak(chunk.peak_bytes, chunk.lasting_bytes_at_peak, chunk.gradient_bytes_at_peak)
         if self._replay is not None:
             self._replay.play(chunk, self.place, self.processor_time)
-        self._allocated_bytes += chunk.net_bytes
-        self._part_bytes[ACTIVATION_MEMORY] += chunk.lasting_net_bytes
-        self._part_bytes[TEMPORARY_MEMORY] += chunk.net_bytes - chunk.lasting_net_bytes
+        self.add_activations(chunk.net_bytes, chunk.lasting_net_bytes)
         if chunk.num_kernels:
             self._run_kernels(kind, chunk.seconds, chunk.num_kernels)
         if chunk.communication_s:

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 from bench.optimizers.base import UpdateCollective
 from bench.prediction.simulation.parameter_layout import ParameterLayout
+from bench.prediction.simulation.rank_memory import ACTIVATION_MEMORY
 from bench.prediction.simulation.repetition import Repetition
-from bench.prediction.simulation.simulated_rank import ACTIVATION_MEMORY, SimulatedRank
+from bench.prediction.simulation.simulated_rank import SimulatedRank
 from bench.prediction.trace.chunks import Chunk, SegmentAtBatch, expand_to_full_depth, merge_chunks
 from bench.prediction.trace.trace import END_PHASE, LOSS_PLACE
 from bench.strategies.step_plan import (

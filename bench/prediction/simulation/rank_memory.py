@@ -1,0 +1,175 @@
+"""What a simulated rank holds: under names, by part of memory and by stream, with its peaks.
+
+Memory changes when the processor says so, in its order, as in PyTorch's caching allocator: what another stream still
+uses when it is freed stays out of use for a while (*active*, not *allocated*).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from bench.prediction.prediction import MEMORY_PARTS
+from bench.prediction.simulation.allocator_replay import AllocatorReplay
+from bench.strategies.step_plan import (
+    ALL_GATHER_STREAM,
+    COMPUTE_STREAM,
+    GRADIENT_MEMORY,
+    OPTIMIZER_MEMORY,
+    REDUCE_STREAM,
+    REPLICA_STREAM,
+)
+
+STREAMS = (COMPUTE_STREAM, ALL_GATHER_STREAM, REDUCE_STREAM, REPLICA_STREAM)
+
+ACTIVATION_MEMORY, TEMPORARY_MEMORY = "activations", "temporaries"
+
+GRADIENT_NAME_PREFIXES = ("gradients ", "gradient shard ")
+"""Beginnings of the names under which plans keep gradients from step to step; their buckets have others."""
+
+
+@dataclass
+class MemoryPeak:
+    """The highest memory so far, and what it consists of."""
+
+    size: float = 0.0
+    parts: dict[str, float] = field(default_factory=dict)
+    phase: str = "forward"
+    module: str = ""
+
+
+class RankMemory:
+    """The memory of one rank, and the clock it goes by: the processor's, and how far each stream has come."""
+
+    def __init__(self, replay: AllocatorReplay | None) -> None:
+        self._replay = replay
+        self._allocations: dict[str, tuple[float, str, str]] = {}
+        self._part_bytes = dict.fromkeys(MEMORY_PARTS, 0.0)
+        self._allocated_bytes = 0.0
+        self._delayed_frees: list[tuple[float, float]] = []
+        self._delayed_free_bytes = 0.0
+        self.peak = MemoryPeak()
+        self.phase_peaks: dict[str, float] = {}
+        self.initial_bytes = 0.0
+        """Allocated before the first step, which is not the one that is simulated."""
+        self.early_bytes = 0.0
+        """More than in the step that is simulated, in the second."""
+        self.peak_active_bytes = 0.0
+        self._side_stream_bytes = 0.0
+        self._peak_compute_stream_bytes = 0.0
+        self._side_streams: dict[str, tuple[float, float]] = {}
+        """What is allocated on each stream but the one that computes, and the most of it so far."""
+        self.phase, self.module = "forward", ""
+        self.processor_time = 0.0
+        self.stream_times = dict.fromkeys(STREAMS, 0.0)
+
+    def hold(self, name: str, size: float, part: str, stream: str) -> None:
+        """Allocate bytes of a part under a name. What is held under it already is freed first."""
+        if name in self._allocations:
+            self.free(name)
+        self._allocations[name] = (size, part, stream)
+        self._part_bytes[part] += size
+        self._allocated_bytes += size
+        if stream != COMPUTE_STREAM:
+            level, peak = self._side_streams.get(stream, (0.0, 0.0))
+            level += size
+            self._side_streams[stream] = level, level if level > peak else peak
+            self._side_stream_bytes += size
+        self.note_peak(0.0, 0.0)
+        if self._replay is not None:
+            self._replay.hold(name, size, stream, self.processor_time)
+
+    def free(self, name: str, *, after: str | None = None) -> None:
+        allocation = self._allocations.pop(name, None)
+        if allocation is None:
+            return
+        size, part, stream = allocation
+        self._part_bytes[part] -= size
+        self._allocated_bytes -= size
+        if stream != COMPUTE_STREAM:
+            level, peak = self._side_streams[stream]
+            self._side_streams[stream] = level - size, peak
+            self._side_stream_bytes -= size
+        is_late = after is not None and self.stream_times[after] > self.processor_time
+        if after is not None and is_late:
+            heapq.heappush(self._delayed_frees, (self.stream_times[after], size))
+            self._delayed_free_bytes += size
+        if self._replay is not None:
+            self._replay.free(name, self.stream_times[after] if after is not None and is_late else None)
+
+    def note_peak(self, extra_bytes: float, lasting_bytes: float, gradient_bytes: float = 0.0) -> None:
+        """Note a new peak, `extra_bytes` what is allocated now; `lasting_bytes` of it in storages that stay."""
+        level = self._allocated_bytes + extra_bytes
+        if level > self.phase_peaks.get(self.phase, 0.0):
+            self.phase_peaks[self.phase] = level
+        if level - self._side_stream_bytes > self._peak_compute_stream_bytes:
+            self._peak_compute_stream_bytes = level - self._side_stream_bytes
+        if level > self.peak.size:
+            parts = dict(self._part_bytes)
+            parts[ACTIVATION_MEMORY] += lasting_bytes
+            parts[GRADIENT_MEMORY] += gradient_bytes
+            parts[TEMPORARY_MEMORY] += extra_bytes - lasting_bytes - gradient_bytes
+            self.peak = MemoryPeak(level, parts, self.phase, self.module)
+        while self._delayed_frees and self._delayed_frees[0][0] <= self.processor_time:
+            self._delayed_free_bytes -= heapq.heappop(self._delayed_frees)[1]
+        if level + self._delayed_free_bytes > self.peak_active_bytes:
+            self.peak_active_bytes = level + self._delayed_free_bytes
+
+    @property
+    def stream_peaks_bytes(self) -> float:
+        """Peaks of all streams together: what one has cached the others cannot use."""
+        return self._peak_compute_stream_bytes + sum(peak for _, peak in self._side_streams.values())
+
+    def note_initial_bytes(self) -> None:
+        """What is held now is there before the first step, too, but for optimizer state and gradients that are kept."""
+        if self._replay is not None:
+            self._replay.end_building()
+        self.initial_bytes = sum(
+            size
+            for name, (size, part, _) in self._allocations.items()
+            if part != OPTIMIZER_MEMORY and not name.startswith(GRADIENT_NAME_PREFIXES)
+        )
+
+    def grow_allocation(self, name: str, size: float, part: str) -> None:
+        """Hold more under a name, without a look at the peak: whoever calls has taken it into account."""
+        self._allocations[name] = (self._allocations.get(name, (0.0, part))[0] + size, part, COMPUTE_STREAM)
+        self._part_bytes[part] += size
+        self._allocated_bytes += size
+        if self._replay is not None:
+            self._replay.grow(name, size, self.processor_time)
+
+    def add_activations(self, net_bytes: float, lasting_net_bytes: float) -> None:
+        """What the model's own computation has made and not freed; some of it in storages that stay."""
+        self._allocated_bytes += net_bytes
+        self._part_bytes[ACTIVATION_MEMORY] += lasting_net_bytes
+        self._part_bytes[TEMPORARY_MEMORY] += net_bytes - lasting_net_bytes
+
+    @property
+    def is_replayed(self) -> bool:
+        """Whether all of it is played through the model of the allocator."""
+        return self._replay is not None
+
+    def list_held(self) -> tuple[list[object], list[float], int]:
+        """Names and bytes of all that is held, and how many of the bytes are levels: the others are of parts, which may
+        give to each other what is held."""
+        allocations, streams = sorted(self._allocations.items()), sorted(self._side_streams.items())
+        names: list[object] = [
+            *((name, part, stream) for name, (_, part, stream) in allocations),
+            *(name for name, _ in streams),
+        ]
+        levels = [
+            *(size for _, (size, _, _) in allocations),
+            *(level for _, (level, _) in streams),
+            *(self._allocated_bytes, self._side_stream_bytes, self._delayed_free_bytes),
+        ]
+        return names, [*levels, *self._part_bytes.values()], len(levels)
+
+    def set_held(self, sizes: Iterator[float]) -> None:
+        """Hold other sizes, in the order of `list_held`."""
+        self._allocations = {
+            name: (next(sizes), part, stream) for name, (_, part, stream) in sorted(self._allocations.items())
+        }
+        self._side_streams = {name: (next(sizes), peak) for name, (_, peak) in sorted(self._side_streams.items())}
+        self._allocated_bytes, self._side_stream_bytes, self._delayed_free_bytes = (next(sizes) for _ in range(3))
+        self._part_bytes = {part: next(sizes) for part in self._part_bytes}
