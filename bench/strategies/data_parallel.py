@@ -192,9 +192,9 @@ class FirstDevicePlan(ReplicatedPlan):
                 device.free(name_unit_gradients(unit))
             device.allocate("sum", self._total_gradient_bytes, GRADIENT_MEMORY)
 
-    def begin_micro_batch(self, device: PlanDevice, *, synchronize: bool) -> None:
+    def begin_micro_batch(self, device: PlanDevice, *, number: int, synchronize: bool) -> None:
         """The other GPUs get the parameters of this step."""
-        super().begin_micro_batch(device, synchronize=synchronize)
+        super().begin_micro_batch(device, number=number, synchronize=synchronize)
         for number, chunk in enumerate(split_broadcast_chunks(list_parameter_bytes(self.inputs))):
             allocate_flat_chunk(device, "replica chunk", chunk)
             device.run_collective(
@@ -217,12 +217,12 @@ class FirstDevicePlan(ReplicatedPlan):
             return
         num_other_devices = self.inputs.world_size - 1
         gathered_bytes = self.inputs.world_size * self.inputs.outputs_bytes
-        name = f"outputs {self._micro_batch_count}"
+        name = f"outputs {self._micro_batch}"
         device.allocate(name, gathered_bytes, ALL_GATHER_MEMORY)
         device.run_collective(name, "gather", gathered_bytes, WORLD_GROUP, ALL_GATHER_STREAM, after="compute")
         device.wait_for_event(name)
         device.allocate(name, num_other_devices * self.inputs.logits_bytes, ALL_GATHER_MEMORY)
-        device.free(f"outputs {self._micro_batch_count - 1}")
+        device.free(f"outputs {self._micro_batch - 1}")
 
     def before_backward(self, device: PlanDevice, unit: ShardingUnit) -> None:
         """The gradient of the outputs goes to where each part of it belongs."""
@@ -235,7 +235,7 @@ class FirstDevicePlan(ReplicatedPlan):
 
     def after_micro_batch_backward(self, device: PlanDevice) -> None:
         """The gradients of all GPUs are added up here; the second micro-batch's sum is added to the first's."""
-        is_first_sum = self._micro_batch_count == 1 and not self.inputs.keep_gradients
+        is_first_sum = self._micro_batch == 0 and not self.inputs.keep_gradients
         name = "sum" if is_first_sum else "further sum"
         summed_bytes = 0
         for number, chunk in flatten_reduce_chunks(device, self.inputs):
@@ -254,7 +254,7 @@ class FirstDevicePlan(ReplicatedPlan):
 
     def after_optimizer_step(self, device: PlanDevice) -> None:
         """Gradients go; the outputs are replaced in the next step."""
-        device.free(f"outputs {self._micro_batch_count}")
+        device.free(f"outputs {self._micro_batch}")
         super().after_optimizer_step(device)
         if not self.inputs.keep_gradients:
             device.free("sum")
@@ -273,8 +273,9 @@ class OtherDevicePlan(StepPlan):
     def allocate_persistent_state(self, device: PlanDevice) -> None:
         """Between steps there is nothing."""
 
-    def begin_micro_batch(self, device: PlanDevice, *, synchronize: bool) -> None:
+    def begin_micro_batch(self, device: PlanDevice, *, number: int, synchronize: bool) -> None:
         """The copy arrives; the last micro-batch's is gone."""
+        super().begin_micro_batch(device, number=number, synchronize=synchronize)
         device.allocate("parameters", sum(list_parameter_bytes(self.inputs)), PARAMETER_MEMORY)
 
     def compute_gradient_bytes(self, parameter: ParameterSpec) -> int:

@@ -298,9 +298,9 @@ class DDPPlan(ReplicatedPlan):
             GRADIENT_MEMORY if self._has_bucket_views else REDUCTION_MEMORY,
         )
 
-    def begin_micro_batch(self, device: PlanDevice, *, synchronize: bool) -> None:
+    def begin_micro_batch(self, device: PlanDevice, *, number: int, synchronize: bool) -> None:
         """Buckets fill from the start."""
-        super().begin_micro_batch(device, synchronize=synchronize)
+        super().begin_micro_batch(device, number=number, synchronize=synchronize)
         self._synchronize, self._bucket_count = synchronize, 0
         self._bucket_filled_bytes, self._pending_events, self._bucket_parameters = 0.0, [], []
 
@@ -332,7 +332,7 @@ class DDPPlan(ReplicatedPlan):
         was added to. Where it is neither, it is what DDP keeps.
         """
         if self._bucket_filled_bytes:
-            if self._has_bucket_views or self._micro_batch_count > 1 or self.inputs.keep_gradients:
+            if self._has_bucket_views or self._micro_batch > 0 or self.inputs.keep_gradients:
                 device.allocate(
                     "last gradient", self.compute_gradient_bytes(self._bucket_parameters[-1]), GRADIENT_MEMORY
                 )

@@ -195,8 +195,9 @@ class ShardedPlan(StepPlan):
                     device.allocate(f"gradient shard {index}", numel * self.inputs.parameter_itemsize, GRADIENT_MEMORY)
                     self._gradient_shards.add(f"gradient shard {index}")
 
-    def begin_micro_batch(self, device: PlanDevice, *, synchronize: bool) -> None:
+    def begin_micro_batch(self, device: PlanDevice, *, number: int, synchronize: bool) -> None:
         """Remember whether gradients are reduced."""
+        super().begin_micro_batch(device, number=number, synchronize=synchronize)
         self._synchronize = synchronize
 
     def after_optimizer_step(self, device: PlanDevice) -> None:

@@ -325,6 +325,9 @@ class StepPlan(RankPlan):
     updates_on_host = False
     """Whether the processors of the machine carry out the optimizer's step."""
 
+    _micro_batch = 0
+    """Number of the present one in its step."""
+
     @property
     def host_bytes(self) -> float:
         """What this rank keeps in the memory of the machine around its device."""
@@ -340,8 +343,10 @@ class StepPlan(RankPlan):
         """Bytes read and written in the machine's memory once a step, beside what the optimizer does there."""
         return 0.0
 
-    def begin_micro_batch(self, device: PlanDevice, *, synchronize: bool) -> None:
-        """A micro-batch starts; `synchronize` says whether its gradients are reduced."""
+    def begin_micro_batch(self, device: PlanDevice, *, number: int, synchronize: bool) -> None:
+        """A micro-batch starts, `number` of the step's, counted from 0; `synchronize` says whether its gradients are
+        reduced. Not every one is announced: of many that are alike some are left out."""
+        self._micro_batch = number
 
     def before_forward(self, device: PlanDevice, unit: ShardingUnit) -> None:
         """A unit is about to run forward."""
@@ -373,8 +378,6 @@ class StepPlan(RankPlan):
 class ReplicatedPlan(StepPlan):
     """Whole parameters, gradients and optimizer state on every rank: what one process does."""
 
-    _micro_batch_count = 0
-
     def allocate_persistent_state(self, device: PlanDevice) -> None:
         """Everything is there all the time but the gradients."""
         parameters = [parameter for unit in self.inputs.units for parameter in unit.parameters]
@@ -402,18 +405,12 @@ class ReplicatedPlan(StepPlan):
         """In the format of the parameter."""
         return parameter.numel * self.inputs.parameter_itemsize
 
-    def begin_micro_batch(self, device: PlanDevice, *, synchronize: bool) -> None:
-        self._micro_batch_count += 1
-
     def choose_gradient_handling(self, unit: ShardingUnit) -> str:
         """They stay until the optimizer has used them; later micro-batches add to them."""
-        return (
-            GRADIENTS_KEPT if self._micro_batch_count == 1 and not self.inputs.keep_gradients else GRADIENTS_ACCUMULATED
-        )
+        return GRADIENTS_KEPT if self._micro_batch == 0 and not self.inputs.keep_gradients else GRADIENTS_ACCUMULATED
 
     def after_optimizer_step(self, device: PlanDevice) -> None:
         """Set to None, or to zero."""
-        self._micro_batch_count = 0
         if self.inputs.keep_gradients:
             device.copy_within_device("zeros", self.total_gradient_numel * self.inputs.parameter_itemsize)
             return

@@ -241,7 +241,7 @@ def test_torch_adds_up_gradients_in_the_memory_that_is_planned(
         Notebook(),
     )
     plan = strategy.plan(plan_inputs) if is_first else strategy.plan_other_devices(plan_inputs)
-    plan.begin_micro_batch(device, synchronize=True)
+    plan.begin_micro_batch(device, number=0, synchronize=True)
     device.held, device.most = {}, 0.0
     plan.after_micro_batch_backward(device)
     assert device.most == probe.read_peaks().allocated_overall
@@ -261,7 +261,7 @@ def test_torch_adds_up_gradients_in_the_memory_that_is_planned(
 def test_parameters_are_sent_in_chunks_of_whole_tensors(sizes: tuple[int, ...], chunks: list[list[int]]) -> None:
     """As torch's compiled ``take_tensors`` divides them."""
     plan, device = compose_data_parallel_config("gpus=2").strategy.plan(build_plan_inputs(sizes)), Notebook()
-    plan.begin_micro_batch(device, synchronize=True)
+    plan.begin_micro_batch(device, number=0, synchronize=True)
     assert [size for _, size, _ in device.sent] == [sum(chunk) * MIB for chunk in chunks]
     assert device.most == max((sum(chunk) for chunk in chunks if len(chunk) > 1), default=0) * MIB
     assert device.total() == 0

@@ -141,7 +141,7 @@ def step(plan: StepPlan, setting: PlanInputs, device: Notebook, *, micro_batches
     """The events of a step, without the model in between."""
     root, *blocks = setting.units
     for number in range(micro_batches):
-        plan.begin_micro_batch(device, synchronize=every or number == micro_batches - 1)
+        plan.begin_micro_batch(device, number=number, synchronize=every or number == micro_batches - 1)
         plan.before_forward(device, root)
         for unit in blocks:
             plan.before_forward(device, unit)
@@ -378,7 +378,7 @@ def test_without_communication_nothing_is_sent():
     plan, setting = plan_of(config(strategy="fsdp", gradient_accumulation=4))
     device = Notebook()
     plan.allocate_persistent_state(device)
-    plan.begin_micro_batch(device, synchronize=False)
+    plan.begin_micro_batch(device, number=0, synchronize=False)
     before = device.parts()
     step(plan, setting, device, micro_batches=4)
     assert device.volume("reduce-scatter", SHARD_GROUP) == pytest.approx(4 * config().model.num_parameters, rel=1e-3)

@@ -72,13 +72,13 @@ def simulate_step(
     number = 0
     while number < num_micro_batches:
         synchronize = synchronize_every_micro_batch or number == num_micro_batches - 1
-        plan.begin_micro_batch(simulated_rank, synchronize=synchronize)
+        plan.begin_micro_batch(simulated_rank, number=number, synchronize=synchronize)
         _simulate_micro_batch(
             simulated_rank, plan, layout, segments_by_micro_batch[min(number, 1)], merged_chunks, block_period
         )
         number += 1
         if number > 1:  # the first differs from those behind it, and so may the last
-            number += repetition.leave_out(num_micro_batches - number - (not synchronize_every_micro_batch))
+            number += repetition.leave_out(num_micro_batches - 1 - number)
     simulated_rank.phase, simulated_rank.module = "optimizer", "optimizer"
     simulated_rank.allocate("optimizer temporaries", update.temporary_bytes, "temporaries")
     for collective, group in update.collectives:

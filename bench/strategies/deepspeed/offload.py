@@ -119,11 +119,11 @@ class DeepSpeedOffloadStage1And2Plan(DeepSpeedStage1And2Plan):
                 touched_numel[rank] += self._numel_of_parameter[name]
         touched_bytes = max(touched_numel.values()) * self._device_itemsize
         if self._accumulates_on_host:
-            if self._micro_batch_count > 1:
+            if self._micro_batch > 0:
                 self._copy_and_wait(device, "gradient back", touched_bytes)
                 device.copy_within_device("accumulated", 3 * touched_bytes)
             self._copy_and_wait(device, "gradient of a micro-batch out", touched_bytes)
-        if not self._partitions_gradients or self._micro_batch_count == self.inputs.num_micro_batches:
+        if not self._partitions_gradients or self._micro_batch == self.inputs.num_micro_batches - 1:
             largest_part_numel = max(
                 part_numel for name in bucket_gradients for part_numel in self._numel_per_rank[name].values()
             )
@@ -163,11 +163,9 @@ class DeepSpeedOffloadBf16Stage1Plan(DeepSpeedOffloadStage1And2Plan):
         """In fp32, added to that of the micro-batches before."""
         narrow_bytes, wide_bytes = self.compute_gradient_bytes(parameter), parameter.numel * self._reduce_itemsize
         device.allocate("narrow gradient", narrow_bytes, GRADIENT_MEMORY)
-        if self._micro_batch_count == 1:
+        if self._micro_batch == 0:
             device.allocate(name_parameter_gradient(unit, parameter), wide_bytes, GRADIENT_MEMORY)
-        device.copy_within_device(
-            "widened", narrow_bytes + (wide_bytes if self._micro_batch_count == 1 else 2 * wide_bytes)
-        )
+        device.copy_within_device("widened", narrow_bytes + (wide_bytes if self._micro_batch == 0 else 2 * wide_bytes))
         device.free("narrow gradient")
         if self._reduces_in_backward:
             super().after_gradient(device, unit, parameter)

@@ -80,7 +80,6 @@ class DeepSpeedStage3Plan(StepPlan):
         }
         self._parameter_uses = _list_parameter_uses(inputs.units)
         self._numel_per_use = [sum(self._parameters[name].numel for name in use) for use in self._parameter_uses]
-        self._micro_batch_number = 0
         self._use_index = 0
         self._prefetch_queue: deque[tuple[int, str]] = deque()
         self._unsharded_parameters: set[str] = set()
@@ -122,9 +121,9 @@ class DeepSpeedStage3Plan(StepPlan):
         persistent_numel = sum(self._parameters[name].numel for name in self._parameters if self._is_persistent(name))
         device.allocate("persistent", persistent_numel * self._compute_itemsize, PARAMETER_MEMORY)
 
-    def begin_micro_batch(self, device: PlanDevice, *, synchronize: bool) -> None:
+    def begin_micro_batch(self, device: PlanDevice, *, number: int, synchronize: bool) -> None:
         """From the start of the order again."""
-        self._micro_batch_number += 1
+        super().begin_micro_batch(device, number=number, synchronize=synchronize)
         self._use_index = 0
         self._prefetch_queue = deque((index, name) for index, use in enumerate(self._parameter_uses) for name in use)
 
@@ -331,7 +330,7 @@ class DeepSpeedStage3Plan(StepPlan):
     @property
     def _is_last(self) -> bool:
         """Whether the micro-batch is the step's last."""
-        return self._micro_batch_number == self.inputs.num_micro_batches
+        return self._micro_batch == self.inputs.num_micro_batches - 1
 
     def _prepare_update(self, device: PlanDevice) -> None:
         (own_numel,) = self.updated_numels
@@ -341,7 +340,6 @@ class DeepSpeedStage3Plan(StepPlan):
 
     def after_optimizer_step(self, device: PlanDevice) -> None:
         """The copy of the gradients is gone; persistent parameters are gathered, whose partitions have changed."""
-        self._micro_batch_number = 0
         device.free("flat gradients")
         persistent_names = [name for name in self._parameters if self._is_persistent(name)]
         if persistent_names and self.inputs.world_size > 1:

@@ -35,9 +35,9 @@ class DeepSpeedStage0Plan(ReplicatedPlan):
 
     _synchronize = True
 
-    def begin_micro_batch(self, device: PlanDevice, *, synchronize: bool) -> None:
+    def begin_micro_batch(self, device: PlanDevice, *, number: int, synchronize: bool) -> None:
         """Remember whether gradients are reduced."""
-        super().begin_micro_batch(device, synchronize=synchronize)
+        super().begin_micro_batch(device, number=number, synchronize=synchronize)
         self._synchronize = synchronize
 
     def after_micro_batch_backward(self, device: PlanDevice) -> None:
@@ -107,7 +107,6 @@ class DeepSpeedStage1And2Plan(StepPlan):
         self._bucket_gradients: list[str] = []
         self._synchronize = True
         self._has_buffers = False
-        self._micro_batch_count = 0
         self._bucket_filled_numel = 0
         self._pending_events: list[str] = []
 
@@ -128,10 +127,10 @@ class DeepSpeedStage1And2Plan(StepPlan):
         device.allocate("parameters", parameter_bytes + master_bytes, PARAMETER_MEMORY)
         allocate_optimizer_state(device, self.inputs, self.updated_tensors)
 
-    def begin_micro_batch(self, device: PlanDevice, *, synchronize: bool) -> None:
+    def begin_micro_batch(self, device: PlanDevice, *, number: int, synchronize: bool) -> None:
         """The buffers come with the first gradient."""
+        super().begin_micro_batch(device, number=number, synchronize=synchronize)
         self._synchronize = synchronize
-        self._micro_batch_count += 1
         self._bucket_filled_numel, self._pending_events, self._kept_numel = 0, [], 0
 
     @property
@@ -162,7 +161,7 @@ class DeepSpeedStage1And2Plan(StepPlan):
         """Stage 2 copies each as soon as it is complete; stage 1 leaves them until backward is over."""
         if self._reduces_in_backward:
             return GRADIENTS_HANDLED_ONE_BY_ONE
-        return GRADIENTS_KEPT if self._micro_batch_count == 1 else GRADIENTS_ACCUMULATED
+        return GRADIENTS_KEPT if self._micro_batch == 0 else GRADIENTS_ACCUMULATED
 
     def after_gradient(self, device: PlanDevice, unit: ShardingUnit, parameter: ParameterSpec) -> None:
         """Into the buffer, which is sent before if there is no room."""
@@ -187,7 +186,7 @@ class DeepSpeedStage1And2Plan(StepPlan):
             device.free(name)
         # The room is made once a step where gradients are added to it, else for every micro-batch.
         accumulates = not self._casts_gradients and self._partitions_gradients
-        if self._micro_batch_count > 1 and accumulates:  # added to those of the micro-batches before
+        if self._micro_batch > 0 and accumulates:  # added to those of the micro-batches before
             device.copy_within_device("accumulated", 3 * self._kept_numel * self._reduce_itemsize)
             device.free("gradients of another micro-batch")
         device.free("buffers")
@@ -250,7 +249,7 @@ class DeepSpeedStage1And2Plan(StepPlan):
         self._bucket_gradients.clear()
         max_numel = max(self._touched_numel_per_rank[rank] for rank in ranks)
         if max_numel > self._kept_numel:
-            is_first = self._micro_batch_count == 1 or not self._partitions_gradients
+            is_first = self._micro_batch == 0 or not self._partitions_gradients
             name = "gradients" if is_first else "gradients of another micro-batch"
             device.allocate(name, max_numel * self._compute_itemsize, GRADIENT_MEMORY)
             self._kept_numel = max_numel
@@ -270,7 +269,6 @@ class DeepSpeedStage1And2Plan(StepPlan):
         )
         device.wait_for_event("updated")
         device.free("gradients")
-        self._micro_batch_count = 0
 
 
 class DeepSpeedBf16Stage1Plan(StepPlan):
@@ -308,8 +306,9 @@ class DeepSpeedBf16Stage1Plan(StepPlan):
         device.allocate("gradients", self._padded_numel * self.inputs.reduce_itemsize, GRADIENT_MEMORY)
         allocate_optimizer_state(device, self.inputs, self.updated_tensors)
 
-    def begin_micro_batch(self, device: PlanDevice, *, synchronize: bool) -> None:
+    def begin_micro_batch(self, device: PlanDevice, *, number: int, synchronize: bool) -> None:
         """Remember whether gradients are reduced."""
+        super().begin_micro_batch(device, number=number, synchronize=synchronize)
         self._synchronize = synchronize
 
     def compute_gradient_bytes(self, parameter: ParameterSpec) -> int:
