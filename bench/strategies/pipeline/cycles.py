@@ -16,9 +16,8 @@ class NumberedAction:
     """An action of a rank, and where it stands among those of its kind and stage."""
 
     action: PipelineAction
-    is_first: bool
-    is_last: bool
     num_before: int
+    is_last: bool
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ def number_actions(timetable: Timetable, rank: int) -> list[NumberedAction]:
         key = (BACKWARD if action.kind == WEIGHT_BACKWARD else action.kind, action.stage)
         num_before = counts.get(key, 0)
         counts[key] = num_before + 1
-        numbered.append(NumberedAction(action, num_before == 0, num_before == timetable.micro_batches - 1, num_before))
+        numbered.append(NumberedAction(action, num_before, num_before == timetable.micro_batches - 1))
     return numbered
 
 
@@ -49,10 +48,7 @@ def iterate_cycles(timetable: Timetable, rank: int) -> Iterator[ActionCycle]:
     First and last actions of their kind and stage differ from others: no cycle has them.
     """
     numbered = number_actions(timetable, rank)
-    codes = [
-        (numbered_action.action.kind, numbered_action.action.stage, numbered_action.is_first, numbered_action.is_last)
-        for numbered_action in numbered
-    ]
+    codes = [(each.action.kind, each.action.stage, each.num_before == 0, each.is_last) for each in numbered]
     kinds_per_micro_batch = len(codes) // timetable.micro_batches
     lengths = sorted({1, kinds_per_micro_batch, kinds_per_micro_batch * timetable.round_length})
     start = single_start = 0
