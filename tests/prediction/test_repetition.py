@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 from bench.config.run_config import RunConfig
@@ -20,7 +21,7 @@ from bench.strategies.pipeline.schedule import (
     SPLIT_BACKWARD_SCHEDULES,
     Timetable,
 )
-from bench.strategies.step_plan import ALL_GATHER_STREAM, GRADIENT_MEMORY
+from bench.strategies.step_plan import ALL_GATHER_STREAM, GRADIENT_MEMORY, REDUCE_STREAM
 from tests.conftest import SMALL_GPT, compose_run_config
 
 ON_H100 = (*SMALL_GPT, "hardware=h100_80gb", "mode=predict", "precision=bf16", "sequence_length=128")
@@ -164,3 +165,18 @@ def test_a_rank_goes_on_from_where_left_out_passes_would_have_led() -> None:
     assert shortened.spent_seconds == pytest.approx(whole.spent_seconds)
     assert shortened.peak == whole.peak
     assert repetition.TIME_TOLERANCE < 1e-6
+
+
+def test_what_is_freed_late_comes_back_in_the_order_of_its_times() -> None:
+    """Streams that move on at different pace may change places."""
+    rank = SimulatedRank(RankSpeed(collective_seconds=lambda kind, size, group: size))
+    for stream, size in ((ALL_GATHER_STREAM, 1.0), (REDUCE_STREAM, 2.0)):
+        rank.run_collective(stream, "all-gather", size, stream, stream)
+        rank.allocate(stream, 8.0 / size, GRADIENT_MEMORY)
+        rank.free(stream, after=stream)
+    state = rank.get_state()
+    moved_seconds = np.where(state.seconds == 1.0, 11.0, np.where(state.seconds == 2.0, 3.0, state.seconds))
+    rank.set_state(dataclasses.replace(state, seconds=moved_seconds))
+    rank.processor_time = 5.0
+    rank.allocate("next", 10.0, GRADIENT_MEMORY)
+    assert rank.peak_active_bytes == 10.0 + 8.0, "what the first stream still uses, not what the second did"

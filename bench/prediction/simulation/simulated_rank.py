@@ -168,13 +168,13 @@ class SimulatedRank(RankMemory):
         self._event_times = {name: next(seconds) for name in sorted(self._event_times)}
         self._communicator_times = {name: next(seconds) for name in sorted(self._communicator_times)}
         self._late_free_times = deque(next(seconds) for _ in self._late_free_times)
-        self._delayed_frees = [(next(seconds), size) for _, size in sorted(self._delayed_frees)]
+        self._delayed_frees = sorted((next(seconds), size) for _, size in sorted(self._delayed_frees))
         self._collective_spans = deque((next(seconds), next(seconds)) for _ in self._collective_spans)
         self.processor_time = next(seconds)
         self.stream_times = {stream: next(seconds) for stream in self.stream_times}
         self.spent_seconds = {kind: next(seconds) for kind in self.spent_seconds}
 
-    # The model's own computation
+    # Computation, copies and collectives, and the time they take
 
     def simulate_chunk(self, chunk: Chunk, kind: str) -> None:
         """A piece of the model's own computation."""
