@@ -5,13 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from bench.models.base import Family
 
 
-def compile_blocks(family: Family, model: nn.Module) -> None:
-    """Compile each block in place, after it was checkpointed and before it is wrapped."""
+def compile_blocks(family: Family, model: nn.Module, *, are_divided: bool = False) -> None:
+    """Compile each block in place, after it was checkpointed and before it is wrapped.
+
+    Parameters
+    ----------
+    are_divided: bool
+        Ranks share layers. torch's DDPOptimizer, which cuts a graph where a bucket of gradients ends, would hand plain
+        tensors from part to part where the next one has DTensors (torch 2.13): then DDP reduces a block's gradients
+        when all of its backward is done.
+    """
+    if are_divided:
+        torch._dynamo.config.optimize_ddp = False
     for blocks in family.find_block_lists(model):
         for block in blocks:
             block.compile()

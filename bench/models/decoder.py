@@ -23,7 +23,13 @@ from bench.models.base import (
     find_undivided_attention_reason,
     require_predicted_positions,
 )
-from bench.models.division import SEQUENCE_SHARD, LayerDivision, PipelineStageModule, build_sequence_split
+from bench.models.division import (
+    SEQUENCE_SHARD,
+    LayerDivision,
+    PipelineStageModule,
+    RowwiseEmbedding,
+    build_sequence_split,
+)
 from bench.models.pretrained import PretrainedFamily, shorten_list
 
 HEAD_DIM = 2
@@ -149,7 +155,7 @@ def build_decoder_division(model: nn.Module, blocks: nn.ModuleList, *, sequence_
     for name, module in model.named_modules():
         layer = name.rpartition(".")[2]
         if layer == "embed_tokens":
-            division.parallel_styles.append((module, RowwiseParallel(input_layouts=Replicate())))
+            division.parallel_styles.append((module, RowwiseEmbedding(input_layouts=Replicate())))
         elif layer == "self_attn":
             # Once for query, key and value, so that their gradients are added up before they are sent.
             gathered_input = PrepareModuleInput(

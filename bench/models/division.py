@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
@@ -57,6 +57,25 @@ class LayerDivision:
             return full_parameter
         matrices = full_parameter.unflatten(-1, (num_matrices, degree, -1))
         return matrices.transpose(-3, -2).flatten(-3)
+
+
+class RowwiseEmbedding(RowwiseParallel):
+    """`RowwiseParallel` for a table of embeddings, whose output is waited for.
+
+    RowwiseParallel hands on an `AsyncCollectiveTensor`. A compiled block that takes one as it is loses its gradient, so
+    that the table has none, or fails in backward (torch 2.13).
+    """
+
+    @staticmethod
+    def _prepare_output_fn(
+        output_layouts: tuple[Placement, ...],
+        use_local_output: bool,
+        mod: nn.Module,
+        outputs: DTensor,
+        device_mesh: DeviceMesh,
+    ) -> torch.Tensor:
+        output = outputs.redistribute(placements=output_layouts)
+        return output.to_local() if use_local_output else output
 
 
 class ColwiseConv1D(ColwiseParallel):

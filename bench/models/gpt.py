@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar
 import torch
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
+from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel
 
 from bench.core.errors import invalid_value_error
 from bench.core.typed_config import OneOf, Within
@@ -33,6 +33,7 @@ from bench.models.division import (
     LayerDivision,
     PipelineStageModule,
     RowwiseConv1D,
+    RowwiseEmbedding,
     build_sequence_split,
     strip_checkpoint_wrappers,
 )
@@ -168,7 +169,7 @@ class GPTFamily(Family):
         for name, module in model.named_modules():
             layer = name.rpartition(".")[2]
             if layer == "wte":
-                layer_division.parallel_styles.append((module, RowwiseParallel(input_layouts=Replicate())))
+                layer_division.parallel_styles.append((module, RowwiseEmbedding(input_layouts=Replicate())))
             elif layer == "attn":
                 layer_division.divided_attributes += [
                     (module, attribute) for attribute in ("num_heads", "embed_dim", "split_size")

@@ -26,6 +26,9 @@ DEGREE_PATTERNS = {
 }
 """Degrees of parallelism within a copy of the model, as they are printed: TP8 PP6, ``tp 2, pp 4``, tp1pp2."""
 
+ASYNC_PATTERN = r"async[ -]?tp"
+"""Tensor parallelism whose products overlap with its communication."""
+
 UNKNOWN_DEGREE_PATTERN = r"\+ ?(tp|pp|ep|cp|mp)\b(?! ?\d)"
 """Named without a degree."""
 
@@ -91,6 +94,10 @@ def build_mesh_overrides(degrees: Mapping[str, int], text: str, gpus: int) -> Ov
             raise NotExpressibleError(f"the degree of {match[1].upper()} is not stated")
         return None
     words = text.lower()
+    if set(divided) == {"tensor"} and re.search(ASYNC_PATTERN, words):
+        settings = {"strategy": "mesh", "strategy.tensor": str(divided["tensor"])}
+        settings["strategy.data"] = "fsdp" if "fsdp" in words else "ddp"
+        return Overrides({**settings, "strategy.async_tensor_parallel": "true", "compile": "true"})
     if set(divided) == {"tensor"} and "fsdp" in words:
         return Overrides({"strategy": "tensor_parallel", "strategy.degree": str(divided["tensor"])})
     if set(divided) == {"tensor"} and not re.search(r"zero|distributed optim|megatron", words):

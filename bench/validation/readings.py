@@ -247,7 +247,7 @@ def _read_words(line: PublishedLine, knowledge: SourceKnowledge) -> tuple[Overri
     if settings["precision"] == "fp8":
         assumptions += _fuse_float8(settings)
     micro_batches = None
-    if settings["strategy"] == "mesh":
+    if settings["strategy"] == "mesh" and "strategy.async_tensor_parallel" not in settings:
         settings |= _format_settings(knowledge.mesh)
         if knowledge.balances_stages and "strategy.pipeline" in settings:
             settings["strategy.last_stage_less_blocks"] = str(_find_balance(settings))
@@ -268,9 +268,8 @@ def _fuse_float8(settings: dict[str, str]) -> list[str]:
     NotExpressibleError
         If the suite does not compile such a layout.
     """
-    shares_layers = any(int(settings.get(f"strategy.{name}", "1")) > 1 for name in ("tensor", "context", "expert"))
-    if shares_layers or settings["strategy"] == "tensor_parallel":
-        raise NotExpressibleError("FP8 in kernels that are fused, of layers that ranks share: the suite compiles none")
+    if any(int(settings.get(f"strategy.{name}", "1")) > 1 for name in ("context", "expert")):
+        raise NotExpressibleError("FP8 in kernels that are fused, where sequences or experts are divided")
     if settings.get("compile") == "true":
         return []
     settings["compile"] = "true"
@@ -353,7 +352,8 @@ def _read_batch(
 ) -> dict[str, str]:
     """Sequences per GPU and micro-batch, and how many micro-batches; of ranks that share layers each has its part."""
     note = f"{line.get('note') or ''}; {line['sharding']}".lower()
-    degree = int(settings["strategy.degree"]) if settings.get("strategy.degree", "").isdecimal() else 1
+    stated_degree = settings.get("strategy.degree", settings.get("strategy.tensor", ""))
+    degree = int(stated_degree) if stated_degree.isdecimal() else 1
     replicas = int(settings["gpus"]) // degree
     accumulation = _read_accumulation(note)
     global_batch = _read_global_batch(note, knowledge)

@@ -191,7 +191,6 @@ NO_FSDP_PATTERN = r"\bfsdp[ =:]*(?:0|false)\b"
 """Columns that say that it is off."""
 
 FOREIGN_PATTERNS = {
-    r"async[ -]?tp": "tensor parallelism that overlaps with its own communication (async TP) is not in the suite",
     r"fairscale|sharded ?ddp": "fairscale is another implementation",
     r"megatron[ -]fsdp|\bfsdp 1\b": "Megatron-FSDP is another implementation",
     r"llmq": "llmq is CUDA written by hand, not PyTorch",

@@ -185,7 +185,18 @@ WAYS: dict[str, tuple[str, tuple[str, ...], dict[str, tuple[str, ...]], float]] 
         {"fsdp2-cp2+ring_lora": (CONTEXT,), "zero1x4_lora": (ZERO1,)},
         1e-5,
     ),
-    "compile": ("gpt", ("compile=true",), {"pp2-fsdp2+1f1b": (PIPELINE,)}, 1e-5),
+    "compile": (
+        "llama",
+        ("compile=true",),
+        {
+            "pp2-fsdp2+1f1b": (PIPELINE,),
+            "fsdp2-tp2+sequence": (TENSOR,),
+            "ddp2-tp2": (TENSOR, DDP, *WHOLE),
+            "fsdp2-cp2+all_to_all": (CONTEXT, "strategy.context_form=all_to_all"),
+            "pp2-tp2+1f1b+sequence": (TENSOR, PIPELINE, "activation_checkpointing=full"),
+        },
+        1e-5,
+    ),
     "bf16": (
         "moe",
         ("precision=bf16",),
@@ -356,7 +367,12 @@ REFUSED = {
     "accumulation": (("gpt", PIPELINE, "gradient_accumulation=2"), "accumulate gradients already"),
     "chunked": (("gpt", "loss=chunked"), "loss=chunked is not valid for strategy=mesh"),
     "offload": (("gpt", "activation_offload=true"), "activation_offload=true is not valid for strategy=mesh"),
-    "compile": (("gpt", TENSOR, "compile=true"), "compiler does not get through"),
+    "compile, expert": (("moe", EXPERT, "compile=true"), "breaks a block's graph where tokens are sent to experts"),
+    "compile, ring": (("llama", CONTEXT, "compile=true"), "context_form=ring: .* Choose false, or all_to_all"),
+    "compile, selective": (
+        ("llama", TENSOR, "compile=true", "activation_checkpointing=selective"),
+        "keep the mesh among the tensors for backward: choose none or full",
+    ),
     "compiled zero bubble": (
         (
             *("gpt", PIPELINE, "strategy.schedule=interleaved_zero_bubble", "model.num_layers=4", "compile=true"),

@@ -104,6 +104,13 @@ def test_gpus_that_nothing_describes_are_refused(text: str) -> None:
             *("Megatron", "TP4 PP2 ZeRO-1", 8),
             {"strategy": "mesh", "strategy.tensor": "4", "strategy.pipeline": "2", "strategy.data": "ddp"},
         ),
+        (
+            *("FSDP2 + Async TP", "tp 8", 64),
+            {
+                **{"strategy": "mesh", "strategy.tensor": "8", "strategy.data": "fsdp"},
+                **{"strategy.async_tensor_parallel": "true", "compile": "true"},
+            },
+        ),
         ("FSDP + CP", "CP 4", 64, {"strategy": "mesh", "strategy.context": "4", "strategy.data": "fsdp"}),
         (
             *("Megatron, distributed optimizer", "tp1ep8pp1", 8),
@@ -118,7 +125,6 @@ def test_strategies_are_found_by_their_words(strategy: str, sharding: str, gpus:
 @pytest.mark.parametrize(
     ("strategy", "sharding", "reason"),
     [
-        ("FSDP2 + Async TP", "tp 8", "async TP"),
         ("Megatron", "TP8 PP6", "do not come to 64 GPUs"),
         ("Megatron", "TP8 PP2 DP8", "do not come to 64 GPUs"),
         ("Megatron", "FSDP 1, TP 2, PP 2", "Megatron-FSDP"),

@@ -19,16 +19,23 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import fx, nn
 from torch._guards import TracingContext, detect_fake_mode, tracing
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch._prims import rng_prims
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.distributed import _symmetric_memory as symmetric_memory
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
+from torch.distributed.tensor import DTensor
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from bench.prediction.trace.op_recorder import run_attention_backward
+from bench.prediction.trace.fake_tensors import TracingFakeTensorMode
+from bench.prediction.trace.op_recorder import WAITING_OPERATOR, run_attention_backward
+from bench.strategies.tensor_parallel.split import wrap_like_dtensor
 
 FUSED_OPERATOR = "fused"
 """Name of a kernel that the compiler wrote."""
@@ -43,15 +50,31 @@ REPLACED_OPERATORS = {
     "torch.ops.higher_order.run_and_save_rng_state": "run_and_save_rng_state",
     "torch.ops.higher_order.run_with_rng_state": "run_with_rng_state",
     "torch.ops.bench.attention_backward.default": "attention_backward",
+    "torch.ops.symm_mem.fused_all_gather_matmul.default": "fused_all_gather_matmul",
+    "torch.ops.symm_mem.fused_matmul_reduce_scatter.default": "fused_matmul_reduce_scatter",
 }
 """Operators of a program for which functions of this module are called: the compiler leaves out buffers of attention
-that nothing reads, and fake tensors have no state of random numbers."""
+that nothing reads, fake tensors have no state of random numbers, and symmetric memory is no part of a trace."""
+
+for random_operator in (rng_prims.run_and_save_rng_state, rng_prims.run_with_rng_state):  # torch looks modes up by type
+    random_operator.py_impl(TracingFakeTensorMode)(random_operator.python_key_table[FakeTensorMode])
+
+TENSOR_PLACE = object()
+"""Stands where a call has a tensor: a program that remembered the tensor would keep its memory."""
 
 Program = Callable[[list[Any]], Any]
 """Takes its inputs in a list, which it empties, and returns its results."""
 
 _graph_numbers = itertools.count()
 """What tells a checkpointed block's operators from another's."""
+
+torch.library.define(f"bench::{WAITING_OPERATOR}", "(Tensor result) -> ()")
+
+
+@torch.library.register_fake(f"bench::{WAITING_OPERATOR}")
+def _(result: torch.Tensor) -> None:
+    """Computes nothing."""
+
 
 torch.library.define(f"bench::{FUSED_OPERATOR}", "(Tensor[] operands, Tensor(a!)[] results) -> ()")
 
@@ -68,24 +91,30 @@ if not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm.out", "M
         return out
 
 
-def compile_blocks(block_lists: Iterable[Iterable[nn.Module]]) -> None:
+def compile_blocks(block_lists: Iterable[Iterable[nn.Module]], *, overlaps_products: bool = False) -> None:
     """Give each block, after it was checkpointed, the forward and backward that ``block.compile()`` gives it.
 
     Blocks are compiled when they are first called, for the shapes of that call.
+
+    Parameters
+    ----------
+    overlaps_products: bool
+        Collectives go on beside the products whose operands or results they are.
     """
     programs: dict[str, Program] = {}
     for blocks in block_lists:
         for block in blocks:
-            block.forward = _CompiledForward(block, programs)
+            block.forward = _CompiledForward(block, programs, overlaps_products)
 
 
 class _CompiledForward:
     """The forward of a block."""
 
-    def __init__(self, block: nn.Module, programs: dict[str, Program]) -> None:
+    def __init__(self, block: nn.Module, programs: dict[str, Program], overlaps_products: bool) -> None:
         self._body = block._checkpoint_wrapped_module if isinstance(block, CheckpointWrapper) else block
         self._run_body = _build_checkpointed_forward(block) if isinstance(block, CheckpointWrapper) else block.forward
         self._programs = programs
+        self._overlaps_products = overlaps_products
         self._compiled: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -93,6 +122,7 @@ class _CompiledForward:
         state = dict(itertools.chain(self._body.named_parameters(), self._body.named_buffers()))
         tensors = [*state.values(), *(value for value in values if isinstance(value, torch.Tensor))]
         if self._compiled is None:
+            values = [TENSOR_PLACE if isinstance(value, torch.Tensor) else value for value in values]
             self._compiled = self._compile(list(state), values, structure, tensors)
         return self._compiled(tensors)
 
@@ -105,7 +135,7 @@ class _CompiledForward:
 
         def run_block(tensors: list[torch.Tensor]) -> list[Any]:
             inputs = iter(tensors[len(state_names) :])
-            call_values = [next(inputs) if isinstance(value, torch.Tensor) else value for value in values]
+            call_values = [next(inputs) if value is TENSOR_PLACE else value for value in values]
             args, kwargs = pytree.tree_unflatten(call_values, structure)
             with _reparametrize_module(self._body, dict(zip(state_names, tensors, strict=False))):
                 leaves, output_structure = pytree.tree_flatten(self._run_body(*args, **kwargs))
@@ -145,7 +175,9 @@ class _CompiledForward:
         """What Inductor makes of a graph: of equal graphs once."""
         text = f"{is_backward} {graph.print_readable(print_output=False, include_stride=True, include_device=True)}"
         if text not in self._programs:
-            self._programs[text] = _build_program(graph, inputs, is_backward=is_backward)
+            self._programs[text] = _build_program(
+                graph, inputs, is_backward=is_backward, overlaps_products=self._overlaps_products
+            )
         return self._programs[text]
 
 
@@ -181,8 +213,8 @@ def _prefer_recomputing(_context: Any, _operator: Any, *_args: Any, **_kwargs: A
 
 
 def _run_once(compiled: Callable[..., Any], tensors: list[torch.Tensor]) -> None:
-    """Forward and backward, which compiles both."""
-    inputs = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
+    """Forward and backward, which compiles both: of other tensors, since graphs remember theirs."""
+    inputs = [_build_like(tensor).requires_grad_(tensor.requires_grad) for tensor in tensors]
     outputs = [output for output in pytree.tree_leaves(compiled(inputs)) if isinstance(output, torch.Tensor)]
     differentiable_outputs = [output for output in outputs if output.requires_grad]
     differentiable_inputs = [tensor for tensor in inputs if tensor.requires_grad]
@@ -191,7 +223,17 @@ def _run_once(compiled: Callable[..., Any], tensors: list[torch.Tensor]) -> None
         torch.autograd.grad(differentiable_outputs, differentiable_inputs, gradients, allow_unused=True)
 
 
-def _build_program(graph: fx.GraphModule, inputs: Sequence[Any], *, is_backward: bool) -> Program:
+def _build_like(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that lies in memory as another does."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return wrap_like_dtensor(
+        tensor, torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device=local.device)
+    ).detach()
+
+
+def _build_program(
+    graph: fx.GraphModule, inputs: Sequence[Any], *, is_backward: bool, overlaps_products: bool
+) -> Program:
     """Inductor's program for a graph, as `torch._inductor.compile_fx` has it written."""
     from torch._inductor import config
     from torch._inductor.compile_fx import _recursive_post_grad_passes, fake_tensor_prop, view_to_reshape
@@ -204,7 +246,10 @@ def _build_program(graph: fx.GraphModule, inputs: Sequence[Any], *, is_backward:
         fake_mode = fake_tensor_prop(graph, inputs)
     with contextlib.ExitStack() as stack:
         stack.enter_context(unset_fake_temporarily())
-        stack.enter_context(config.patch({"cpp.vec_isa_ok": False}))
+        stack.enter_context(config.patch({"cpp.vec_isa_ok": False, "_micro_pipeline_tp": overlaps_products}))
+        if overlaps_products:  # as where torch has NCCL, in whose absence it leaves products alone
+            stack.enter_context(symmetric_memory._test_mode())
+            stack.enter_context(mock.patch.object(dist, "is_nccl_available", return_value=True))
         stack.enter_context(V.set_fake_mode(fake_mode))
         _recursive_post_grad_passes(graph, is_inference=False)
         lowering = GraphLowering(graph, example_inputs=inputs, is_backward=is_backward)
@@ -255,6 +300,8 @@ def _load_program(source: str, constants: dict[str, torch.Tensor]) -> Program:
             operator(*args, **kwargs),
         ),
         "attention_backward": _run_attention_backward,
+        "fused_all_gather_matmul": _gather_and_multiply,
+        "fused_matmul_reduce_scatter": _multiply_and_scatter,
         "run_with_rng_state": lambda _state, operator, *args, **kwargs: operator(*args, **kwargs),
     }
     program: Program = namespace["call"]
@@ -281,6 +328,49 @@ def _run_attention_backward(
     gradients = run_attention_backward(gradient, query, key, value, bias, output, log_sum_exp, is_causal, learns_bias)
     del scores
     return gradients
+
+
+def _gather_and_multiply(
+    shard: torch.Tensor,
+    factors: list[torch.Tensor],
+    dimension: int,
+    group_name: GroupName,
+    *,
+    return_A: bool = True,  # noqa: N803
+) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+    """A gather beside products: each rank's part is multiplied when it has come, the own one first
+    (``_pipelined_all_gather_and_consume`` in torch/distributed/_symmetric_memory)."""
+    num_ranks = _resolve_process_group(group_name).size()
+    gathered = torch.ops._c10d_functional.all_gather_into_tensor(shard.movedim(dimension, 0), num_ranks, group_name)
+    rows = gathered.flatten(0, -2)
+    results = [_build_empty(rows, rows.shape[0], factor.shape[1]) for factor in factors]
+    for number in range(num_ranks):
+        for factor, result in zip(factors, results, strict=True):
+            torch.mm(rows.chunk(num_ranks)[number], factor, out=result.chunk(num_ranks)[number])
+    torch.ops.bench.wait_for_exchange(gathered)
+    whole = gathered.movedim(0, dimension) if return_A else None
+    return whole, [result.unflatten(0, gathered.shape[:-1]).movedim(0, dimension) for result in results]
+
+
+def _multiply_and_scatter(
+    operand: torch.Tensor, factor: torch.Tensor, reduction: str, dimension: int, group_name: GroupName
+) -> torch.Tensor:
+    """A product beside the exchange of its results: each rank's part is sent when it is done, the own one stays; then
+    what has come is added up (``_pipelined_produce_and_all2all`` there)."""
+    num_ranks = _resolve_process_group(group_name).size()
+    moved = operand.movedim(dimension, 0)
+    rows = moved.flatten(0, -2)
+    parts = _build_empty(rows, num_ranks, rows.shape[0] // num_ranks, factor.shape[1])
+    received = torch.ops._c10d_functional.reduce_scatter_tensor(parts, reduction, num_ranks, group_name)
+    for number in range(num_ranks):
+        torch.mm(rows.chunk(num_ranks)[number], factor, out=parts[number])
+    torch.ops.bench.wait_for_exchange(received)
+    del received
+    return parts.sum(0).unflatten(0, (moved.shape[0] // num_ranks, *moved.shape[1:-1])).movedim(0, dimension)
+
+
+def _build_empty(tensor: torch.Tensor, *shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
 
 
 def _build_fused_kernel(parameter_types: list[str], source: str) -> Callable[..., None]:

@@ -61,11 +61,17 @@ OPERATORS_WITHOUT_KERNEL = {
 
 COLLECTIVE_BY_OPERATOR = {
     "all_reduce": "all-reduce",
+    "all_reduce_": "all-reduce",
     "all_gather_into_tensor": "all-gather",
+    "all_gather_into_tensor_out": "all-gather",
     "reduce_scatter_tensor": "reduce-scatter",
     "all_to_all_single": "all-to-all",
 }
-"""Functional collectives of torch (namespace ``_c10d_functional``), and what they are."""
+"""Functional collectives of torch (namespace ``_c10d_functional``), and what they are. Those that write into a buffer
+are of compiled programs."""
+
+WAITING_OPERATOR = "wait_for_exchange"
+"""Of compiled programs: computes nothing, and waits for a collective that went on beside kernels."""
 
 SEND = "send"
 """What an all-to-all is in which each rank sends everything to one other rank."""
@@ -157,6 +163,8 @@ class OpRecorder(TorchDispatchMode):
             note_wait = self._unwaited.pop(args[0].untyped_storage()._cdata, None)
             if note_wait is not None:
                 self._unwaited[out.untyped_storage()._cdata] = note_wait
+        elif name == WAITING_OPERATOR:
+            self.note_wait(args[0])
         elif is_kernel(func):
             self._on_kernel(describe_kernel(func, args, kwargs, out))
         return out

@@ -49,7 +49,7 @@ from bench.prediction.trace.trace import (
 )
 from bench.rank.engine import Engine, disable_autocast
 from bench.strategies import Stepper
-from bench.strategies.step_plan import CONTEXT_GROUP, TENSOR_GROUP
+from bench.strategies.step_plan import TENSOR_GROUP
 from bench.strategies.tensor_parallel.split import find_local_shape, wrap_like_dtensor
 
 TRACED_BLOCKS = 4
@@ -84,8 +84,9 @@ def trace_step(key: TraceKey, batch_size: int, *, whole_model: bool = False) -> 
         disable_autocast(family.find_fp32_modules(model), torch.device("cpu"))
     block_positions = None if period == 1 else find_block_positions(family, key.family, period)
     checkpoint_blocks(family, model, key.activation_checkpointing, block_positions, sequence_length=key.sequence_length)
-    if key.compile and key.split is None:  # where ranks share layers the compiler's program is not known
-        compile_blocks(family.find_block_lists(model))
+    if key.compile:
+        overlaps_products = key.split is not None and key.split.overlaps_products
+        compile_blocks(family.find_block_lists(model), overlaps_products=overlaps_products)
     trace_recorder = TraceRecorder(on_cpu=key.device == "cpu")
     if key.activation_offload:
         offload_activations(family, model, PinnedTransfer() if key.device == "cpu" else TracedTransfer(trace_recorder))
@@ -319,7 +320,7 @@ class TraceRecorder:
             self.segments[-1].kernels.append(kernel)
 
     def note_collective(self, kind: str, size: int, group: str = TENSOR_GROUP) -> Callable[[], None] | None:
-        """Where ranks share sequences, torch computes on while keys and values are on their way."""
+        """Returns what notes that computation waits for it only now."""
         if not self.segments or self._counting_inputs:
             return None
         segment = self.segments[-1]
@@ -330,7 +331,7 @@ class TraceRecorder:
             waited_kernel = len(segment.kernels) if segment is self.segments[-1] else None
             segment.collectives[index] = dataclasses.replace(segment.collectives[index], waited_kernel=waited_kernel)
 
-        return note_wait if group == CONTEXT_GROUP else None
+        return note_wait
 
     def free_gradients_at_events(self) -> None:
         """Let every gradient leave the trace right behind the event that completes it.

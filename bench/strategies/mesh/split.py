@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch._inductor import config as inductor_config
+from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import PrepareModuleOutput, loss_parallel, parallelize_module
@@ -60,6 +62,15 @@ class DividedLayers:
             last_block = parallelize_module(stage.block_lists[-1][-1], tensor_mesh, gathered_output)
             if copies_output:
                 last_block.register_forward_hook(lambda _module, _inputs, hidden: hidden.clone())
+
+
+def overlap_products(mesh: RankMesh) -> None:
+    """Let the compiler cut gathers and reductions beside products into parts that go on meanwhile (asynchronous tensor
+    parallelism), through symmetric memory."""
+    tensor_mesh = mesh.get_mesh(TENSOR)
+    assert tensor_mesh is not None
+    inductor_config._micro_pipeline_tp = True
+    enable_symm_mem_for_group(tensor_mesh.get_group().group_name)
 
 
 def divide_layers(
@@ -135,6 +146,7 @@ class MeshSplit(TensorParallelSplit):
     context_form: str = "none"
     expert: int = 1
     loss_parallel: bool = True
+    overlaps_products: bool = False
 
     @property
     def num_ranks(self) -> int:

@@ -59,7 +59,7 @@ from bench.strategies.mesh.plans import (
     plan_mesh_stages,
     plan_mesh_step,
 )
-from bench.strategies.mesh.split import MeshSplit, build_mesh_loss
+from bench.strategies.mesh.split import MeshSplit, build_mesh_loss, overlap_products
 from bench.strategies.pipeline.model import PipelinedModel
 from bench.strategies.pipeline.schedule import ALL_SCHEDULES, DUAL_PIPE_V, Timetable
 from bench.strategies.pipeline.schedule_checks import choose_virtual_stages
@@ -251,7 +251,14 @@ class MeshStrategy(Strategy):
         if tensor == context == expert == 1:
             return None
         return MeshSplit(
-            tensor, self.sequence_parallel, keeps_dtensors, context, self.context_form, expert, self.loss_parallel
+            tensor,
+            self.sequence_parallel,
+            keeps_dtensors,
+            context,
+            self.context_form,
+            expert,
+            self.loss_parallel,
+            self.async_tensor_parallel,
         )
 
     @property
@@ -327,10 +334,13 @@ class MeshStrategy(Strategy):
 
     def wrap(self, model: nn.Module, context: WrapContext) -> nn.Module:
         """Divide the model, then shard or replicate what each rank has of it."""
+        mesh = RankMesh(self.layout, context.device)
+        if self.async_tensor_parallel:
+            overlap_products(mesh)
         divided = divide_model(
             model,
             context,
-            RankMesh(self.layout, context.device),
+            mesh,
             data=self.data,
             timetable=self.timetable,
             context_form=self.context_form,

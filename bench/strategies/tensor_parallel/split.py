@@ -29,6 +29,9 @@ class TensorParallelSplit:
     keeps_dtensors: bool = False
     """Parameters stay DTensors, as FSDP2 has them; else each rank has plain ones, its part."""
 
+    overlaps_products = False
+    """The compiler has collectives go on beside the products whose operands or results they are."""
+
     def divide_model(self, family: Family, model: nn.Module, mesh: DeviceMesh) -> LayerDivision:
         """Divide a model that is on meta: its layers' parameters become DTensors on the mesh of their ranks."""
         layer_division = family.build_layer_division(model, sequence_parallel=self.sequence_parallel)

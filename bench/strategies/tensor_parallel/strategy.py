@@ -206,11 +206,6 @@ class TensorParallelStrategy(Strategy):
                 "whose head and loss are divided over the vocabulary: "
                 "choose loss=whole."
             )
-        if settings.compile:
-            raise ImpossibleError(
-                f"compile=true is not valid for strategy={self.name}: torch's compiler does not get through every kind "
-                "of block that is split. Choose false."
-            )
 
     def build_tensor_parallel_split(self) -> TensorParallelSplit:
         """How layers are split, of a resolved strategy."""
