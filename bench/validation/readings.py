@@ -237,12 +237,8 @@ def _read_words(line: PublishedLine, knowledge: SourceKnowledge) -> tuple[Overri
     if "sequence_length" not in settings:
         settings["sequence_length"] = str(_read_count(line, "sequence_length", "sequence length"))
     _extend_positions(settings, knowledge.block_size == "sequence_length")
-    if (
-        re.search(r"torch\.compile|\bcompiled?\b", note.lower())
-        and "compile" not in settings
-        and not knowledge.uncompiled
-    ):
-        settings["compile"] = "true"
+    if re.search(r"torch\.compile|\bcompiled?\b", note.lower()):
+        settings.setdefault("compile", "true")
     assumptions = [*words.assumptions, *knowledge.assumed]
     if settings["precision"] == "fp8":
         assumptions += _fuse_float8(settings)

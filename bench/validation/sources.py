@@ -20,7 +20,6 @@ An entry, and each of its rules, may have these keys:
 * ``measures``: ``step``, or ``forward_and_backward`` where times leave out the optimizer.
 * ``frees_by_hand: true``: they free tensors of stages that torch keeps, so that whether a run fits is not compared.
 * ``recomputes_whole``: checkpointing computes whole blocks again, though torch is 2.1 or later (reentrant).
-* ``uncompiled``: predict without torch.compile, though rows say it.
 * ``block_size: sequence_length``: as many positions as tokens. ``extra_memory``: see `readings.EXTRA_MEMORY`.
 * ``miss_cause``: why predictions of its rows miss, as far as that is known.
 """
@@ -59,7 +58,6 @@ class SourceKnowledge:
     metrics: dict[str, str] = field(default_factory=dict)
     measures: str = "step"
     recomputes_whole: bool = False
-    uncompiled: bool = False
     block_size: str | None = None
     layout: str = ""
     mesh: dict[str, Any] = field(default_factory=dict)
