@@ -162,15 +162,18 @@ def test_layouts_have_intervals_of_their_own_and_noisy_rows_fit_none() -> None:
     assert list_residuals([noisy], "step time", LAYOUTS) == []
 
 
-def test_fp8_is_read_as_compiled_where_no_layer_is_shared_and_not_at_all_where_one_is() -> None:
-    for shared in ("TP2 PP2", "CP 2", "EP 2"):
-        reason = read_line(1, {**LINE, "sharding": shared, "precision": "fp8", "gpu": "H100"}).reason
-        assert reason is not None
-        assert "fused, of layers that ranks share" in reason, reason
-    staged = read_line(1, {**LINE, "sharding": "PP2, distributed optimizer", "precision": "fp8", "gpu": "H100"})
+def test_fp8_is_read_as_compiled_where_blocks_can_be() -> None:
+    for divided in ("CP 2", "EP 2"):
+        reason = read_line(1, {**LINE, "sharding": divided, "precision": "fp8", "gpu": "H100"}).reason
+        assert reason == "FP8 in kernels that are fused, where sequences or experts are divided"
+    layouts = ("PP2, distributed optimizer", "TP2 PP2, distributed optimizer")
+    staged, shared = (
+        read_line(1, {**LINE, "sharding": layout, "precision": "fp8", "gpu": "H100"}) for layout in layouts
+    )
     if importlib.util.find_spec("torchao") is None:
         assert staged.reason is not None
         assert "needs torchao" in staged.reason
         return
+    assert dict(shared.settings)["compile"] == "true"
     assert dict(staged.settings)["compile"] == "true"
     assert any("fused" in assumption for assumption in staged.assumptions)
