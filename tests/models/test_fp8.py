@@ -250,3 +250,19 @@ def test_what_is_known_of_fp8_changes_no_other_run() -> None:
             compose_run_config(*run, "precision=fp8").run_id
             != compose_run_config(*run, "precision=fp8", *slower).run_id
         )
+
+
+@needs_library
+@pytest.mark.slow
+@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
+def test_scaled_products_of_asynchronous_tensor_parallelism_go_on_beside_their_exchange(scaling: str) -> None:
+    run = ("model=llama3_8b", "gpus=8", "strategy=mesh", "strategy.tensor=8", "compile=true", "hardware=h100_80gb")
+    knobs = ("strategy.async_tensor_parallel=true", "precision=fp8", f"precision.float8={scaling}", "mode=predict")
+    key = build_trace_key(compose_run_config(*run, *knobs, "sequence_length=4096", "batch_size_per_gpu=1"))
+    (segment,) = (each for each in trace_step(key, 8).segments if (each.phase, each.place) == ("forward", (0, 1)))
+    waited = [event for event in segment.collectives if event.waited_kernel is not None]
+    assert [event.kind for event in waited] == ["reduce-scatter"] * 2
+    for event in waited:
+        beside = segment.kernels[event.kernel : event.waited_kernel]
+        assert [kernel.operator for kernel in beside] == ["_scaled_mm"] * 8
+        assert sum(kernel.flops for kernel in beside) > 0

@@ -26,7 +26,6 @@ from torch._prims import rng_prims
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed import _symmetric_memory as symmetric_memory
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
-from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import _pytree as pytree
@@ -34,7 +33,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from bench.prediction.trace.fake_tensors import TracingFakeTensorMode
-from bench.prediction.trace.op_recorder import WAITING_OPERATOR, run_attention_backward
+from bench.prediction.trace.op_recorder import run_attention_backward
+from bench.prediction.trace.overlapped_products import OVERLAPPED_PRODUCTS
 from bench.strategies.tensor_parallel.split import wrap_like_dtensor
 
 FUSED_OPERATOR = "fused"
@@ -50,8 +50,7 @@ REPLACED_OPERATORS = {
     "torch.ops.higher_order.run_and_save_rng_state": "run_and_save_rng_state",
     "torch.ops.higher_order.run_with_rng_state": "run_with_rng_state",
     "torch.ops.bench.attention_backward.default": "attention_backward",
-    "torch.ops.symm_mem.fused_all_gather_matmul.default": "fused_all_gather_matmul",
-    "torch.ops.symm_mem.fused_matmul_reduce_scatter.default": "fused_matmul_reduce_scatter",
+    **{f"torch.ops.symm_mem.{name}.default": name for name in OVERLAPPED_PRODUCTS},
 }
 """Operators of a program for which functions of this module are called: the compiler leaves out buffers of attention
 that nothing reads, fake tensors have no state of random numbers, and symmetric memory is no part of a trace."""
@@ -67,14 +66,6 @@ Program = Callable[[list[Any]], Any]
 
 _graph_numbers = itertools.count()
 """What tells a checkpointed block's operators from another's."""
-
-torch.library.define(f"bench::{WAITING_OPERATOR}", "(Tensor result) -> ()")
-
-
-@torch.library.register_fake(f"bench::{WAITING_OPERATOR}")
-def _(result: torch.Tensor) -> None:
-    """Computes nothing."""
-
 
 torch.library.define(f"bench::{FUSED_OPERATOR}", "(Tensor[] operands, Tensor(a!)[] results) -> ()")
 
@@ -300,8 +291,7 @@ def _load_program(source: str, constants: dict[str, torch.Tensor]) -> Program:
             operator(*args, **kwargs),
         ),
         "attention_backward": _run_attention_backward,
-        "fused_all_gather_matmul": _gather_and_multiply,
-        "fused_matmul_reduce_scatter": _multiply_and_scatter,
+        **OVERLAPPED_PRODUCTS,
         "run_with_rng_state": lambda _state, operator, *args, **kwargs: operator(*args, **kwargs),
     }
     program: Program = namespace["call"]
@@ -328,49 +318,6 @@ def _run_attention_backward(
     gradients = run_attention_backward(gradient, query, key, value, bias, output, log_sum_exp, is_causal, learns_bias)
     del scores
     return gradients
-
-
-def _gather_and_multiply(
-    shard: torch.Tensor,
-    factors: list[torch.Tensor],
-    dimension: int,
-    group_name: GroupName,
-    *,
-    return_A: bool = True,  # noqa: N803
-) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
-    """A gather beside products: each rank's part is multiplied when it has come, the own one first
-    (``_pipelined_all_gather_and_consume`` in torch/distributed/_symmetric_memory)."""
-    num_ranks = _resolve_process_group(group_name).size()
-    gathered = torch.ops._c10d_functional.all_gather_into_tensor(shard.movedim(dimension, 0), num_ranks, group_name)
-    rows = gathered.flatten(0, -2)
-    results = [_build_empty(rows, rows.shape[0], factor.shape[1]) for factor in factors]
-    for number in range(num_ranks):
-        for factor, result in zip(factors, results, strict=True):
-            torch.mm(rows.chunk(num_ranks)[number], factor, out=result.chunk(num_ranks)[number])
-    torch.ops.bench.wait_for_exchange(gathered)
-    whole = gathered.movedim(0, dimension) if return_A else None
-    return whole, [result.unflatten(0, gathered.shape[:-1]).movedim(0, dimension) for result in results]
-
-
-def _multiply_and_scatter(
-    operand: torch.Tensor, factor: torch.Tensor, reduction: str, dimension: int, group_name: GroupName
-) -> torch.Tensor:
-    """A product beside the exchange of its results: each rank's part is sent when it is done, the own one stays; then
-    what has come is added up (``_pipelined_produce_and_all2all`` there)."""
-    num_ranks = _resolve_process_group(group_name).size()
-    moved = operand.movedim(dimension, 0)
-    rows = moved.flatten(0, -2)
-    parts = _build_empty(rows, num_ranks, rows.shape[0] // num_ranks, factor.shape[1])
-    received = torch.ops._c10d_functional.reduce_scatter_tensor(parts, reduction, num_ranks, group_name)
-    for number in range(num_ranks):
-        torch.mm(rows.chunk(num_ranks)[number], factor, out=parts[number])
-    torch.ops.bench.wait_for_exchange(received)
-    del received
-    return parts.sum(0).unflatten(0, (moved.shape[0] // num_ranks, *moved.shape[1:-1])).movedim(0, dimension)
-
-
-def _build_empty(tensor: torch.Tensor, *shape: int) -> torch.Tensor:
-    return torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
 
 
 def _build_fused_kernel(parameter_types: list[str], source: str) -> Callable[..., None]:

@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
-from torch._inductor import config as inductor_config
-from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import PrepareModuleOutput, loss_parallel, parallelize_module
@@ -67,6 +65,9 @@ class DividedLayers:
 def overlap_products(mesh: RankMesh) -> None:
     """Let the compiler cut gathers and reductions beside products into parts that go on meanwhile (asynchronous tensor
     parallelism), through symmetric memory."""
+    from torch._inductor import config as inductor_config  # brings the compiler along
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
     tensor_mesh = mesh.get_mesh(TENSOR)
     assert tensor_mesh is not None
     inductor_config._micro_pipeline_tp = True
