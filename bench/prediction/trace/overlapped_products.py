@@ -106,11 +106,10 @@ def _multiply_scaled_and_scatter(
     _use_fast_accum: bool = False,
 ) -> torch.Tensor:
     def multiply(rows: torch.Tensor, rank: int, _number: int, result: torch.Tensor) -> None:
-        row_scale = row_scales[rank] if len(row_scales) > 1 else row_scales[0]
-        torch._scaled_mm(rows, factor, row_scale, factor_scale, out_dtype=result.dtype, out=result)  # type: ignore[call-overload]
+        torch._scaled_mm(rows, factor, row_scales[rank], factor_scale, out_dtype=result.dtype, out=result)  # type: ignore[call-overload]
 
     num_ranks = _resolve_process_group(group_name).size()
-    row_scales = [scale] if scale.numel() == 1 else scale.flatten(0, -2).chunk(num_ranks)
+    row_scales = [scale] * num_ranks if scale.numel() == 1 else scale.flatten(0, -2).chunk(num_ranks)
     rows = operand.flatten(0, -2)
     summed = _send_what_is_done(rows, factor.shape[1], out_dtype, reduction, group_name, multiply)
     shape = list(output_shape)
