@@ -20,6 +20,7 @@ from bench.core.presentation import format_memory, format_number
 from bench.launch.ranks import RankExit
 from bench.rank import environment
 from bench.rank.row import build_configured_columns, build_environment_columns, build_measured_columns, build_rank_rows
+from bench.rank.run_rank import RankOutcome
 from bench.records import Claim, Record, RunClaimedError, claims
 from bench.records.schema import FORMAT_VERSION
 
@@ -113,7 +114,7 @@ class Attempt:
 
         Parameters
         ----------
-        rank_exits: sequence of Ended
+        rank_exits: sequence of RankExit
             All that are known of.
         abort_outcome: Record, optional
             Status and error, if the run was not left to end by itself.
@@ -131,7 +132,7 @@ class Attempt:
             "hosts": claimed_row["hosts"] if "slurm" in claimed_row["environment"] else environment_columns["hosts"],
             "environment": {**claimed_row["environment"], **environment_columns["environment"]},
             **(abort_outcome or build_outcome_columns(self.config, rank_exits)),
-            "ranks": build_rank_rows(rank_outcomes),
+            "ranks": build_rank_rows([rank_exit.outcome or _conclude_outcome(rank_exit) for rank_exit in rank_exits]),
             "finished_at": format_current_time(),
             "trace": self.trace_path.name if self.trace_path.exists() else None,
             "concurrent_runs": len(self.concurrent_runs),
@@ -270,6 +271,14 @@ def build_outcome_columns(config: RunConfig, rank_exits: Sequence[RankExit]) -> 
             config, [rank_exit.outcome for rank_exit in rank_exits if rank_exit.outcome is not None]
         ),
     }
+
+
+def _conclude_outcome(rank_exit: RankExit) -> RankOutcome:
+    """What became of a rank that did not live to say it."""
+    status, error = "error", rank_exit.exit_description
+    if rank_exit.killed_by_launcher:
+        status, error = "killed", "had not ended when the run had to, and was killed"
+    return RankOutcome(rank_exit.rank, rank_exit.host, status, error=error, phase=rank_exit.last_phase)
 
 
 def _describe_exits(rank_exits: Sequence[RankExit]) -> Iterator[str]:

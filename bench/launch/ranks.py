@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from bench.config.run_config import RunConfig
 from bench.core import processes
+from bench.rank import environment
 from bench.rank.run_rank import RankCoordinates, RankOutcome, run_rank
 from bench.records.schema import OOM_PHASES
 
@@ -46,6 +47,7 @@ class RankExit:
     rank: int
     outcome: RankOutcome | None = None
     """What it said itself; None if it did not live to say it."""
+    host: str = ""
     killed_by_launcher: bool = False
     """By us, so that its end says nothing about the run."""
     crashed: bool = False
@@ -86,11 +88,13 @@ class RankProcess:
 
     def describe_exit(self) -> RankExit:
         """How it ended, or that it cannot be ended."""
+        host = environment.get_host_name()
         if self.process.is_alive():
             unkillable_text = "could not be killed: it hangs in the kernel or in a driver, see dmesg"
             return RankExit(
                 self.rank,
                 self.outcome,
+                host,
                 unkillable=True,
                 last_phase=OOM_PHASES[self.last_phase_byte[0]],
                 exit_description=unkillable_text,
@@ -103,6 +107,7 @@ class RankProcess:
         return RankExit(
             self.rank,
             self.outcome,
+            host,
             self.killed_by_launcher,
             crashed,
             OOM_PHASES[self.last_phase_byte[0]],

@@ -103,6 +103,13 @@ def test_the_other_rank_only_lost_its_connection(out_of_memory):
     assert "Traceback" in log.read_text()
 
 
+def test_a_rank_that_never_noticed_is_in_the_row_with_its_phase(out_of_memory):
+    row = read_only_row(out_of_memory.store, fault="oom:forward:1+hang:forward:0", strategy="ddp")
+    hanging, struck = row["ranks"]
+    assert (hanging["status"], hanging["phase"], struck["status"]) == ("killed", "forward", "oom")
+    assert hanging["host"] == struck["host"]
+
+
 def test_a_sweep_of_runs_out_of_memory_is_complete(out_of_memory):
     assert out_of_memory.process.returncode == 0
     assert "Traceback" not in out_of_memory.output
@@ -149,6 +156,7 @@ def test_a_failing_rank_is_an_error_that_names_it(failing, fault):
 def test_a_run_that_hangs_is_over_at_its_time_limit(failing, fault):
     row = read_only_row(failing.store, fault=fault)
     assert row["status"] == "timeout"
+    assert {rank["status"] for rank in row["ranks"]} == {"killed"}
     assert f"{TIME_LIMIT_S} s" in row["error"]
     assert TIME_LIMIT_S - 1 <= compute_duration_s(row) <= TIME_LIMIT_S + PROMPT_TIMEOUT_S
 

@@ -252,7 +252,9 @@ def test_out_of_memory_on_one_rank_of_one_node_is_a_result(failing):
     assert row["job_id"] == failing.runs["out of memory"].job_id
     assert row["hosts"] == f"{NODE_NAMES[0]},{NODE_NAMES[1]}"
     assert [rank["host"] for rank in row["ranks"]] == [NODE_NAMES[0]] * 2 + [NODE_NAMES[1]] * 2
-    assert [rank["status"] for rank in row["ranks"]] == ["error", "error", "error", "oom"]
+    statuses = [rank["status"] for rank in row["ranks"]]
+    assert statuses[3] == "oom"
+    assert set(statuses[:3]) <= {"error", "killed"}  # on a busy machine one may be killed before it says what it lost
     assert seconds(row) <= 120
     assert "Traceback" in (failing.store / row["run_id"] / "0.node1.log").read_text()
 

@@ -238,7 +238,7 @@ class RankCoordinator:
             return _parse_rank_exit(json.loads(self._get_value(f"{run_number}/ended/{rank}")))
         host = self._get_value(f"member/{rank}")
         return RankExit(
-            rank, exit_description=f"on {host} has not been heard of again: its node or its processes are gone"
+            rank, host=host, exit_description=f"on {host} has not been heard of again: its node or its processes are gone"
         )
 
     def _has_silent_rank(self) -> bool:
