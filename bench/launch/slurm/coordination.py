@@ -237,9 +237,8 @@ class RankCoordinator:
         if self._has_key(f"{run_number}/ended/{rank}"):
             return _parse_rank_exit(json.loads(self._get_value(f"{run_number}/ended/{rank}")))
         host = self._get_value(f"member/{rank}")
-        return RankExit(
-            rank, host=host, exit_description=f"on {host} has not been heard of again: its node or its processes are gone"
-        )
+        lost_text = f"on {host} has not been heard of again: its node or its processes are gone"
+        return RankExit(rank, host=host, exit_description=lost_text)
 
     def _has_silent_rank(self) -> bool:
         """Listen to everybody's heartbeat now and then; tells whether somebody has stopped."""
