@@ -285,8 +285,8 @@ NESTED_PARTS: dict[str, str] = {
     "losses": "loss of every step from the first, mean over ranks; NaN and infinity as texts",
     "prediction": "predicted rows: memory (ranges and parts in bytes, phase and module of the peak, capacity, verdict) "
     "and time (range and parts in seconds, what limits it)",
-    "ranks": "per rank: host, status (ok, oom, error, or killed: still in `phase` when another had failed or time was up), "
-    "raw step times in seconds, memory peaks in bytes, allocator retries, who computed how "
+    "ranks": "per rank: host, status (ok, oom, error, or killed: still in `phase` when another had failed or time was "
+    "up), raw step times in seconds, memory peaks in bytes, allocator retries, who computed how "
     "long on its processors (cpu_load), how its GPUs were under load (gpu_states); of a pipeline also "
     "the seconds of each timed step in which the rank computed, and if profiled the spans of the first of them; "
     "if profiled, of rank 0 the collectives of a step: how many, and the elements of its own tensors in them",
