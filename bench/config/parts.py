@@ -16,7 +16,7 @@ from bench.core.errors import ImpossibleError, UsageError, invalid_value_error, 
 from bench.core.option_files import find_option_file
 from bench.core.typed_config import read_plain_yaml
 from bench.hardware import interconnect
-from bench.hardware.derived import LIKE_FIELD, derive_hardware_values
+from bench.hardware.derived import LIKE_FIELD, SUSTAINED_SHARE, derive_hardware_values, derive_sustained_shares
 from bench.hardware.hardware_file import (
     hardware_to_dict,
     parse_likeness,
@@ -28,6 +28,9 @@ from bench.hardware.hardware_file import (
 
 MEMORY_KEY, DEVICE_MEMORY_KEY = "hardware.memory_gb", "hardware.speeds.outside.device_gib"
 """Set alone, the former changes the latter: memory as sold, and what of it a device reports."""
+
+POWER_KEY = "hardware.power_w"
+"""Set alone, it changes what the device keeps up of its burst speeds."""
 
 FREE_FIELDS = "config"
 """The field of a section that takes what is set of fields that the section does not have."""
@@ -117,14 +120,18 @@ def compute_part_value(part: ConfigPart) -> Any:
         return interconnect.apply_network(without_network, compute_part_value(part.network))
     values = {part.key: copy.deepcopy(compute_part_value(part._replace(fields=part.fields[:-1])))}
     override = parse_override(part.fields[-1])
-    previous_memory = _get_nested_value(values, MEMORY_KEY)
     _set_nested_value(values, override)
     if part.key == HARDWARE_GROUP and part.option is not None and parse_likeness(part.option) is not None:
         return _derive_part_value(part)
-    if override.key_or_group == MEMORY_KEY and not any(
-        field.startswith(f"{DEVICE_MEMORY_KEY}=") for field in part.fields
-    ):
-        scale_device_memory(values[HARDWARE_GROUP], previous_memory)
+    set_names = {parse_override(field).key_or_group for field in part.fields}
+    previous_values = compute_part_value(part._replace(fields=part.fields[:-1]))
+    if override.key_or_group == MEMORY_KEY and DEVICE_MEMORY_KEY not in set_names:
+        scale_device_memory(values[HARDWARE_GROUP], previous_values["memory_gb"])
+    if override.key_or_group == POWER_KEY and not any(SUSTAINED_SHARE in name for name in set_names):
+        values[HARDWARE_GROUP]["sources"] = {
+            **(values[HARDWARE_GROUP].get("sources") or {}),
+            **derive_sustained_shares(values[HARDWARE_GROUP], previous_values),
+        }
     return values[part.key]
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from bench.core.errors import ImpossibleError, invalid_value_error
 from bench.models import float8
-from bench.models.base import OPERATORS, SELECTIVE, find_checkpointing_budget
+from bench.models.base import ALTERNATE_OPERATORS, OPERATORS, SELECTIVE, find_checkpointing_budget
 from bench.models.checkpointing import CHECKPOINTING_MODES
 from bench.models.chunked_loss import check_chunked_loss
 from bench.strategies import StepSettings, format_float8_strategies, require_whole_replicas
@@ -110,7 +110,8 @@ def _check_divided_recomputation(config: RunConfig) -> None:
     again: it keeps their mesh among the tensors for backward (torch 2.13; not with every model)."""
     split = config.strategy.build_tensor_parallel_split()
     is_divided = split is not None and split.degree > 1
-    if config.compile and is_divided and config.activation_checkpointing in (SELECTIVE, OPERATORS):
+    modes_in_parts = (SELECTIVE, OPERATORS, ALTERNATE_OPERATORS)
+    if config.compile and is_divided and config.activation_checkpointing in modes_in_parts:
         raise ImpossibleError(
             f"activation_checkpointing={config.activation_checkpointing} is not valid with compile=true and layers "
             "that ranks share, of which torch's compiler would keep the mesh among the tensors for backward: choose "

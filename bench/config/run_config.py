@@ -103,7 +103,7 @@ class RunConfig:
         return self.trained_model.count_flops_per_sequence(self.sequence_length).compute_hardware_flops(
             mode,
             loss_in_chunks=self.loss_chunks is not None,
-            budget_flops=count_recomputed_flops(self.trained_model, self.sequence_length, mode),
+            recorded_flops=count_recomputed_flops(self.trained_model, self.sequence_length, mode),
         )
 
     @property

@@ -143,9 +143,9 @@ class AdapterFlopCount(FlopCount):
         return self.compute_hardware_flops("none")
 
     def compute_hardware_flops(
-        self, activation_checkpointing: str, *, loss_in_chunks: bool = False, budget_flops: int | None = None
+        self, activation_checkpointing: str, *, loss_in_chunks: bool = False, recorded_flops: int | None = None
     ) -> int:
-        """`budget_flops` is not needed: all is counted."""
+        """`recorded_flops` is not needed: all is counted."""
         flops = count_training_flops(self.family, self.sequence_length, activation_checkpointing)
         return flops + (self.outside_blocks if self.head is None else self.head) * loss_in_chunks
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from bench.hardware.description import Hardware
 from bench.hardware.speeds import NUMBER_FORMATS
+from bench.hardware.sustained_clocks import compute_sustained_share, compute_typical_attention_share
 
 LIKE_PREFIX = "like:"
 """Of a value of ``hardware`` that names a description to begin with: ``like:a100_80gb``."""
@@ -28,6 +29,8 @@ REFERENCE_FORMATS = ("bf16", "fp16", "fp32")
 
 NUMERIC_SECTIONS = ("peak_tflops", "memory_gb", "memory_bandwidth_gb_s", "power_w", "speeds", "host")
 """Fields of `Hardware` that hold numbers of the device and of the machine around it."""
+
+MATMUL, SUSTAINED_SHARE = "matmul", "sustained_share"
 
 NAMING_FIELDS = ("name", "gpu_names", LIKE_FIELD)
 """Fields that are never those of the other description."""
@@ -62,6 +65,8 @@ def derive_hardware_values(own: Mapping[str, Any], base: Mapping[str, Any], base
     sources |= _derive_peaks(values, own, base, base_name)
     sources |= _derive_device_memory(values, own, base, base_name)
     sources |= _cover_formats(values, base_name)
+    if not any(SUSTAINED_SHARE in name for name in own_names):
+        sources |= derive_sustained_shares(values, base)
     return {**values, "sources": sources}
 
 
@@ -139,6 +144,63 @@ def _cover_formats(values: dict[str, Any], base_name: str) -> dict[str, str]:
         }
     values["speeds"] = {**values["speeds"], "matmul": covered_matmul}
     return sources
+
+
+def derive_sustained_shares(values: dict[str, Any], base: Mapping[str, Any]) -> dict[str, str]:
+    """Set the shares of their burst speeds that products and attention keep up, where power differs from the base's.
+
+    They change as the law of `bench.hardware.sustained_clocks` does; that of fp32, whose units draw less, does not.
+
+    Returns
+    -------
+    dict
+        The sources of what was set, by dotted name.
+    """
+    with contextlib.suppress(KeyError, TypeError, ArithmeticError):  # as typed: some may be no numbers
+        power_w, base_power_w = values["power_w"], base["power_w"]
+        if power_w == base_power_w:
+            return {}
+        bursts, base_bursts = _list_burst_tflops(values), _list_burst_tflops(base)
+        ratios = {
+            name: compute_sustained_share(power_w, tflops)
+            / compute_sustained_share(base_power_w, base_bursts.get(name, tflops))
+            for name, tflops in bursts.items()
+        }
+
+        def scale(share: float, name: str) -> float:
+            return round(min(1.0, share * ratios[name]), 4)
+
+        speeds = values["speeds"]
+        matmul, attention = speeds["matmul"], speeds["attention"]
+        matmul_shares = {
+            name: share if name == "fp32" else scale(share, MATMUL) for name, share in matmul[SUSTAINED_SHARE].items()
+        }
+        kernels = {
+            name: {**kernel, SUSTAINED_SHARE: scale(kernel[SUSTAINED_SHARE], name)}
+            for name, kernel in attention["kernels"].items()
+        }
+        values["speeds"] = {
+            **speeds,
+            "matmul": {**matmul, SUSTAINED_SHARE: matmul_shares},
+            "attention": {**attention, "kernels": kernels},
+        }
+        law = f"derived: {power_w:g} W instead of {base_power_w:g}, by the law of bench/hardware/sustained_clocks.py"
+        names = ["matmul", *(f"attention.kernels.{name}" for name in kernels)]
+        return {f"speeds.{name}.{SUSTAINED_SHARE}": law for name in names}
+    return {}
+
+
+def _list_burst_tflops(values: Mapping[str, Any]) -> dict[str, float]:
+    """16-bit TFLOP/s in short bursts of products, and of each attention kernel by its name."""
+    peak_tflops, speeds = _find_16_bit(values["peak_tflops"]), values["speeds"]
+    bursts = {MATMUL: peak_tflops * _find_16_bit(speeds["matmul"]["efficiency"])}
+    for name, kernel in speeds["attention"]["kernels"].items():
+        bursts[name] = peak_tflops * compute_typical_attention_share(kernel)
+    return bursts
+
+
+def _find_16_bit(values: Mapping[str, float]) -> float:
+    return next(values[name] for name in REFERENCE_FORMATS if name in values)
 
 
 # --- Which numbers of a description nobody measured or published.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 SUSTAINED_SHARE_AT_ONE_WATT = 0.835
 """Share of a burst's speed that is left at 1 W of board power per TFLOP/s of that burst. Fitted to matrix products in
 training layouts, which were timed at length (SimuMax), against bursts on the same chips (aiconfigurator): A100 PCIe
@@ -15,6 +17,15 @@ TRAINING_SHARE = 0.96
 """Share of the speed of lasting matrix products that they have within steps of training: what no microbenchmark of one
 kernel shows. The one number of kernels that was chosen on training runs, for all devices and formats: rows of
 llm-foundry and the FSDP paper at 8 and 128 GPUs were predicted 3 to 4 % too fast at the median without it."""
+
+
+TYPICAL_HEAD_DIMENSION = 128
+"""At which the power that an attention kernel draws is estimated."""
+
+
+def compute_typical_attention_share(kernel: Mapping[str, float]) -> float:
+    """Share of the device's peak that an attention kernel reaches in bursts with heads of a usual size."""
+    return kernel["forward"] * TYPICAL_HEAD_DIMENSION / (TYPICAL_HEAD_DIMENSION + kernel["half_width"])
 
 
 def compute_training_share(board_power_w: float, burst_tflops: float) -> float:

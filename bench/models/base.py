@@ -54,6 +54,7 @@ DropoutRate = Annotated[float, Within(0, 1, exclusive_maximum=True)]
 # --- FLOPs, and which of them the modes of activation checkpointing compute again.
 
 NONE, FULL, SELECTIVE, OPERATORS = "none", "full", "selective", "operators"
+ALTERNATE_OPERATORS = "operators_every_2"
 """Modes of activation checkpointing, beside ``every_K`` and ``budget_P``."""
 
 INTERVAL_PREFIX, BUDGET_PREFIX = "every_", "budget_"
@@ -109,15 +110,16 @@ class FlopCount:
         return 3 * (self.blocks_linear + self.blocks_attention + self.outside_blocks)
 
     def compute_hardware_flops(
-        self, activation_checkpointing: str, *, loss_in_chunks: bool = False, budget_flops: int | None = None
+        self, activation_checkpointing: str, *, loss_in_chunks: bool = False, recorded_flops: int | None = None
     ) -> int:
         """What the device executes: `model_flops` and the forward products that checkpointing, and a loss in chunks,
         compute again.
 
         Parameters
         ----------
-        budget_flops: int or None
-            What ``budget_P`` computes again (`bench.models.checkpointing_budget.count_recomputed_flops`).
+        recorded_flops: int or None
+            What ``budget_P`` and ``operators_every_2`` compute again
+            (`bench.models.checkpointing_budget.count_recomputed_flops`).
 
         Raises
         ------
@@ -127,8 +129,8 @@ class FlopCount:
         executed_flops = self.model_flops
         if loss_in_chunks:
             executed_flops += self.outside_blocks if self.head is None else self.head
-        if budget_flops is not None:
-            return executed_flops + budget_flops
+        if recorded_flops is not None:
+            return executed_flops + recorded_flops
         interval = find_checkpointing_interval(activation_checkpointing)
         if interval is not None:
             if not self.recomputed_by_block:

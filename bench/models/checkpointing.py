@@ -14,6 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from bench.core.typed_config import OneOf
 from bench.models.base import (
+    ALTERNATE_OPERATORS,
     BUDGET_PREFIX,
     FULL,
     NONE,
@@ -23,7 +24,13 @@ from bench.models.base import (
     find_checkpointing_budget,
     find_checkpointing_interval,
 )
-from bench.models.checkpointing_budget import KeepingPolicy, Occurrence, choose_kept_results
+from bench.models.checkpointing_budget import (
+    LINEAR_KIND,
+    KeepingPolicy,
+    Occurrence,
+    choose_kept_results,
+    find_operator_kind,
+)
 
 CHECKPOINTING_MODES = (NONE, FULL, SELECTIVE)
 """Those that advice compares where nothing is said."""
@@ -33,11 +40,12 @@ MAX_CHECKPOINTING_INTERVAL = 64
 VALID_CHECKPOINTING = OneOf(
     *CHECKPOINTING_MODES,
     OPERATORS,
+    ALTERNATE_OPERATORS,
     *(f"every_{interval}" for interval in range(2, MAX_CHECKPOINTING_INTERVAL + 1)),
     *(f"{BUDGET_PREFIX}{percent}" for percent in range(1, 100)),
-    description=f"{', '.join(CHECKPOINTING_MODES)}, {OPERATORS}, every_K with a whole number K of at least 2 and at "
-    f"most {MAX_CHECKPOINTING_INTERVAL}, budget_P with a whole number P (percent) of at least 1 and at most 99, or "
-    "budget, for the largest that is predicted to fit",
+    description=f"{', '.join(CHECKPOINTING_MODES)}, {OPERATORS}, {ALTERNATE_OPERATORS}, every_K with a whole number K "
+    f"of at least 2 and at most {MAX_CHECKPOINTING_INTERVAL}, budget_P with a whole number P (percent) of at least 1 "
+    "and at most 99, or budget, for the largest that is predicted to fit",
 )
 
 WEIGHT_PRODUCTS = ("mm", "addmm")
@@ -124,9 +132,12 @@ def describe_checkpointing(mode: str) -> str:
         return f"checkpointing of one block in {interval}"
     if budget is not None:
         return f"checkpointing that keeps {budget} % of activations"
-    return {NONE: "no activation checkpointing", OPERATORS: "checkpointing by operator"}.get(
-        mode, f"{mode} checkpointing"
-    )
+    words = {
+        NONE: "no activation checkpointing",
+        OPERATORS: "checkpointing by operator",
+        ALTERNATE_OPERATORS: "checkpointing by operator, of every second product too,",
+    }
+    return words.get(mode, f"{mode} checkpointing")
 
 
 def checkpoint_blocks(
@@ -143,8 +154,9 @@ def checkpoint_blocks(
     as they are. ``selective`` keeps the results of matrix products with weights and computes the rest again, attention
     scores among it: what "Reducing Activation Recomputation in Large Transformer Models" (Korthikanti et al. 2022,
     arXiv:2205.05198) calls selective activation recomputation. ``operators`` keeps the results of all matrix products,
-    of fused attention and of collectives, and computes the rest again: torchtitan's choice of operators. ``budget_P``
-    keeps what is worth most within P percent of what a block keeps without checkpointing
+    of fused attention and of collectives, and computes the rest again; ``operators_every_2`` computes every second
+    product of linear layers again, too, as torchtitan does (``selective_ac_option=op``). ``budget_P`` keeps what is
+    worth most within P percent of what a block keeps without checkpointing
     (`bench.models.checkpointing_budget`).
 
     Parameters
@@ -160,7 +172,9 @@ def checkpoint_blocks(
         "checkpoint_impl": CheckpointImpl.NO_REENTRANT,
         "preserve_rng_state": _has_dropout(model),
     }
-    if mode in _SAVING_POLICIES:
+    if mode == ALTERNATE_OPERATORS:
+        options["context_fn"] = _build_alternate_contexts
+    elif mode in _SAVING_POLICIES:
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _SAVING_POLICIES[mode])
     budget = find_checkpointing_budget(mode)
     choices = None
@@ -200,6 +214,25 @@ def _build_policy(is_saved: Callable[[Any], bool]) -> Callable[..., CheckpointPo
         return CheckpointPolicy.MUST_SAVE if is_saved(operator) else CheckpointPolicy.PREFER_RECOMPUTE
 
     return choose_policy
+
+
+class _AlternatePolicy:
+    """Policy of ``operators_every_2`` for one forward pass of a block, and for its recomputation."""
+
+    def __init__(self) -> None:
+        self._num_products = {False: 0, True: 0}
+
+    def __call__(self, context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        is_saved = _is_product_or_collective(operator)
+        if find_operator_kind(operator) == LINEAR_KIND:
+            self._num_products[context.is_recompute] += 1
+            is_saved = self._num_products[context.is_recompute] % 2 == 1
+        return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _build_alternate_contexts() -> Any:
+    """Of one pass of a block: its products are counted anew."""
+    return create_selective_checkpoint_contexts(_AlternatePolicy())
 
 
 _SAVING_POLICIES = {SELECTIVE: _build_policy(_is_weight_product), OPERATORS: _build_policy(_is_product_or_collective)}

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.flop_counter import flop_registry
 
-from bench.models.base import Family, find_checkpointing_budget
+from bench.models.base import ALTERNATE_OPERATORS, Family, find_checkpointing_budget
 
 FLOPS_PER_BYTE = 153
 """A product of so many FLOPs takes as long as moving a byte: 312 TFLOP/s in bf16 over 2.039 TB/s, both of NVIDIA's
@@ -39,7 +39,7 @@ ELEMENT_BYTES = 2
 
 LINEAR_OPERATORS = ("mm", "addmm", "_scaled_mm")
 BATCHED_PRODUCTS = ("bmm", "baddbmm")
-ATTENTION_KIND, GROUPED_KIND = "attention", "grouped_mm"
+LINEAR_KIND, ATTENTION_KIND, GROUPED_KIND = "linear", "attention", "grouped_mm"
 
 UNKEPT_OPERATORS = ("_to_copy", "clone", "copy_", "detach", "arange", "empty", "zeros", "ones", "full", "scalar_tensor")
 """Parts of an operator that others stand for, or that cost nothing."""
@@ -102,7 +102,7 @@ def find_operator_kind(operator: Any) -> str:
     experts, and for all products of linear layers, with or without bias."""
     name: str = operator._schema.name.partition("::")[2]
     if name in LINEAR_OPERATORS:
-        return "linear"
+        return LINEAR_KIND
     if name in BATCHED_PRODUCTS:
         return "bmm"
     return next((kind for kind in (ATTENTION_KIND, GROUPED_KIND) if kind in name), name)
@@ -130,12 +130,23 @@ def choose_kept_results(family: Family, sequence_length: int, budget: int) -> tu
 
 
 def count_recomputed_flops(family: Family, sequence_length: int, mode: str) -> int | None:
-    """FLOPs per sequence that backward computes again with ``budget_P``; None with other modes."""
+    """FLOPs per sequence that backward computes again with ``budget_P`` and ``operators_every_2``; None with other
+    modes."""
+    if mode == ALTERNATE_OPERATORS:
+        block_lists = record_blocks(family, sequence_length)
+        return sum(_count_alternate_flops(block) for blocks in block_lists for block in blocks)
     budget = find_checkpointing_budget(mode)
     if budget is None:
         return None
     choices = choose_kept_results(family, sequence_length, budget)
     return sum(choice.recomputed_flops for blocks in choices for choice in blocks)
+
+
+def _count_alternate_flops(block: RecordedBlock) -> int:
+    """FLOPs of every second product of linear layers that the block's backward needs."""
+    recomputed = block.operators[: block.num_recomputed]
+    kinds_and_numbers = [(operator, *operator.occurrence) for operator in recomputed]
+    return sum(operator.flops for operator, kind, number in kinds_and_numbers if kind == LINEAR_KIND and number % 2)
 
 
 def _choose_for_block(block: RecordedBlock, share: float) -> BlockChoice:

@@ -29,6 +29,8 @@ DEGREE_PATTERNS = {
 ASYNC_PATTERN = r"async[ -]?tp"
 """Tensor parallelism whose products overlap with its communication."""
 
+ASYNC_SETTINGS = {"strategy.async_tensor_parallel": "true", "compile": "true"}
+
 UNKNOWN_DEGREE_PATTERN = r"\+ ?(tp|pp|ep|cp|mp)\b(?! ?\d)"
 """Named without a degree."""
 
@@ -97,7 +99,7 @@ def build_mesh_overrides(degrees: Mapping[str, int], text: str, gpus: int) -> Ov
     if set(divided) == {"tensor"} and re.search(ASYNC_PATTERN, words):
         settings = {"strategy": "mesh", "strategy.tensor": str(divided["tensor"])}
         settings["strategy.data"] = "fsdp" if "fsdp" in words else "ddp"
-        return Overrides({**settings, "strategy.async_tensor_parallel": "true", "compile": "true"})
+        return Overrides(settings | ASYNC_SETTINGS)
     if set(divided) == {"tensor"} and "fsdp" in words:
         return Overrides({"strategy": "tensor_parallel", "strategy.degree": str(divided["tensor"])})
     if set(divided) == {"tensor"} and not re.search(r"zero|distributed optim|megatron", words):
@@ -131,6 +133,8 @@ def build_layout_overrides(degrees: Mapping[str, int], words: str, gpus: int) ->
     if "zero-3" in words:
         assumptions.append("ZeRO-3 beside tensor parallelism is predicted as FSDP2")
     settings["strategy.data"] = data
+    if re.search(ASYNC_PATTERN, words):
+        settings |= ASYNC_SETTINGS
     virtual = re.search(VIRTUAL_STAGES_PATTERN, words)
     if virtual and int(virtual[1]) > 1 and degrees["pipeline"] > 1:
         settings |= {"strategy.schedule": "interleaved_1f1b", "strategy.virtual_stages": virtual[1]}
@@ -145,6 +149,18 @@ def choose_layout_words(sharding: str, layout: str) -> str:
 def count_ranks_per_copy(settings: Mapping[str, str]) -> int:
     """Ranks that share the sequences of a copy of the model."""
     return math.prod(int(settings.get(f"strategy.{name}", 1)) for name in ("tensor", "pipeline", "context"))
+
+
+def divide_batch(settings: Mapping[str, str], batch: int, degree: int) -> dict[str, str]:
+    """Overrides where `degree` ranks share layers and `batch` sequences: a mesh, if that is no whole number each."""
+    sharing = math.gcd(batch, degree)
+    divided = {**settings, "batch_size_per_gpu": str(batch // sharing)}
+    if sharing == degree:
+        return divided
+    if divided["strategy"] == "tensor_parallel":
+        divided |= {"strategy": "mesh", "strategy.tensor": divided.pop("strategy.degree")}
+        divided["strategy.data"] = divided.pop("strategy.data_parallel", "fsdp")
+    return {**divided, "strategy.ranks_per_batch": str(degree // sharing)}
 
 
 def plan_micro_batches(settings: Mapping[str, str], size: int, count: int) -> MicroBatches:

@@ -17,7 +17,13 @@ from bench.core.errors import UsageError
 from bench.core.option_files import find_option_file
 from bench.records.published import PublishedLine
 from bench.strategies.pipeline.balance import find_balance
-from bench.validation.mesh_words import MicroBatches, choose_layout_words, count_ranks_per_copy, plan_micro_batches
+from bench.validation.mesh_words import (
+    MicroBatches,
+    choose_layout_words,
+    count_ranks_per_copy,
+    divide_batch,
+    plan_micro_batches,
+)
 from bench.validation.metrics import METRICS, OOM_PATTERN, Quantity, read_quantity
 from bench.validation.model_words import read_model
 from bench.validation.overrides import NotExpressibleError, Overrides
@@ -105,8 +111,7 @@ class Reading:
         """Of a step."""
         if self.micro_batches is not None:
             return self.micro_batches.sequences_per_gpu
-        config = self.config
-        return float(config.batch_size_per_gpu * config.gradient_accumulation)
+        return float(self.config.sequences_per_gpu)
 
     @property
     def source(self) -> str:
@@ -243,13 +248,14 @@ def _read_words(line: PublishedLine, knowledge: SourceKnowledge) -> tuple[Overri
     if settings["precision"] == "fp8":
         assumptions += _fuse_float8(settings)
     micro_batches = None
-    if settings["strategy"] == "mesh" and "strategy.async_tensor_parallel" not in settings:
+    is_tensor_alone = "strategy.async_tensor_parallel" in settings and "strategy.pipeline" not in settings
+    if settings["strategy"] == "mesh" and not is_tensor_alone:
         settings |= _format_settings(knowledge.mesh)
         if knowledge.balances_stages and "strategy.pipeline" in settings:
             settings["strategy.last_stage_less_blocks"] = str(_find_balance(settings))
         micro_batches = _read_micro_batches(line, settings, knowledge)
     else:
-        settings |= _read_batch(line, settings, knowledge, assumptions)
+        settings = _read_batch(line, settings, knowledge, assumptions)
     if settings["strategy"] == "deepspeed" and settings.get("strategy.stage", "2") in ("2", "3"):
         settings.setdefault("gradient_accumulation_sync", "true")  # gradients that are divided cannot be accumulated
     kept = {key: value for key, value in settings.items() if key not in taken_back}
@@ -346,7 +352,7 @@ def _read_global_batch(note: str, knowledge: SourceKnowledge) -> int | None:
 def _read_batch(
     line: PublishedLine, settings: Mapping[str, str], knowledge: SourceKnowledge, assumptions: list[str]
 ) -> dict[str, str]:
-    """Sequences per GPU and micro-batch, and how many micro-batches; of ranks that share layers each has its part."""
+    """The overrides, with sequences per GPU and micro-batch, and how many micro-batches."""
     note = f"{line.get('note') or ''}; {line['sharding']}".lower()
     stated_degree = settings.get("strategy.degree", settings.get("strategy.tensor", ""))
     degree = int(stated_degree) if stated_degree.isdecimal() else 1
@@ -366,11 +372,8 @@ def _read_batch(
         raise NotExpressibleError("the batch per GPU is not stated")
     if accumulation is None and global_batch is not None and global_batch % (batch * replicas) == 0:
         accumulation = global_batch // (batch * replicas)
-    if degree > 1:
-        if batch % degree:
-            raise NotExpressibleError(f"{degree} GPUs share {batch} sequences, no whole number for each")
-        batch //= degree
-    return {"batch_size_per_gpu": str(batch), **({"gradient_accumulation": str(accumulation)} if accumulation else {})}
+    accumulated = {"gradient_accumulation": str(accumulation)} if accumulation else {}
+    return {**divide_batch(settings, batch, degree), **accumulated}
 
 
 def _read_accumulation(note: str) -> int | None:

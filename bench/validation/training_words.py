@@ -158,7 +158,8 @@ def read_precision(text: str) -> Overrides:
 CHECKPOINTING_WORDS = {
     **dict.fromkeys(("full", "yes", "true", "on", "1", "all", "every layer", "enabled", "recompute"), "full"),
     **dict.fromkeys(("no", "none", "false", "off", "0", "disabled", "without"), "none"),
-    **dict.fromkeys(("selective op", "operators", "op", "selective operator", "per op sac"), "operators"),
+    "operators": "operators",
+    **dict.fromkeys(("selective op", "op", "selective operator", "per op sac"), "operators_every_2"),
     **dict.fromkeys(("selective", "selective attention", "core attn", "selective recompute"), "selective"),
 }
 
@@ -192,7 +193,7 @@ NO_FSDP_PATTERN = r"\bfsdp[ =:]*(?:0|false)\b"
 
 FOREIGN_PATTERNS = {
     r"fairscale|sharded ?ddp": "fairscale is another implementation",
-    r"megatron[ -]fsdp|\bfsdp 1\b": "Megatron-FSDP is another implementation",
+    r"megatron[ -]fsdp|megatron.*\bfsdp 1\b": "Megatron-FSDP is another implementation",
     r"llmq": "llmq is CUDA written by hand, not PyTorch",
     r"colossal|gemini|alpa|mesh[ -]tensorflow|paddle|jax|xla|tpu": "another framework than PyTorch",
     r"q-?galore|galore|lomo\b|badam": "an optimizer or adapter that the suite does not have",

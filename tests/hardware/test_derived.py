@@ -178,8 +178,10 @@ def test_a_run_like_another_is_another_run_only_where_numbers_differ() -> None:
     settings = ("mode=predict", "hardware=like:a100_80gb")
     same, other = compose_run_config(*settings), compose_run_config(*settings, "hardware.memory_gb=96")
     assert same.run_id != other.run_id
-    repeated = compose_run_config(*settings, "hardware.power_w=1", "hardware.interconnect.machine=mine")
-    assert repeated.run_id == same.run_id, "neither power nor words change a result"
+    repeated = compose_run_config(*settings, "hardware.interconnect.machine=mine")
+    assert repeated.run_id == same.run_id, "words change no result"
+    slower = compose_run_config(*settings, "hardware.power_w=300")
+    assert slower.run_id != same.run_id, "a power limit changes what a prediction comes to"
 
 
 def test_what_is_typed_is_told_as_it_was_typed() -> None:
@@ -204,3 +206,30 @@ def test_what_is_typed_is_told_as_it_was_typed() -> None:
 def test_what_nothing_is_like_earns_a_sentence(overrides: tuple[str, ...], sentence: str) -> None:
     with pytest.raises(UsageError, match=sentence):
         compose_run_config(*overrides)
+
+
+@pytest.mark.parametrize("option", ["h100_80gb", "like:h100_80gb"])
+def test_products_and_attention_are_slower_under_another_power_limit(option: str) -> None:
+    usual, limited = load_hardware("h100_80gb"), load_hardware(option, "hardware.power_w=500")
+    assert usual.speeds is not None
+    assert limited.speeds is not None
+    assert usual.speeds.matmul is not None
+    assert limited.speeds.matmul is not None
+    slowdown = (500 / 700) ** (1 / 3)
+    shares = limited.speeds.matmul.sustained_share
+    assert shares["bf16"] == pytest.approx(usual.speeds.matmul.sustained_share["bf16"] * slowdown, rel=1e-3)
+    assert shares["fp32"] == 1, "CUDA cores draw less"
+    kernels = limited.speeds.attention.kernels
+    assert kernels["cudnn"].sustained_share == pytest.approx(0.887 * slowdown, rel=1e-3)
+    assert kernels["efficient"].sustained_share == 1, "a kernel so slow draws less than 500 W"
+    source = find_source(limited.sources, "speeds.matmul.sustained_share.bf16")
+    assert source == "derived: 500 W instead of 700, by the law of bench/hardware/sustained_clocks.py"
+
+
+def test_what_is_said_of_sustained_speeds_is_kept_beside_a_power_limit() -> None:
+    given = ("hardware.speeds.matmul.sustained_share.bf16=0.5", "hardware.power_w=500")
+    for option in ("h100_80gb", "like:h100_80gb"):
+        hardware = load_hardware(option, *given)
+        assert hardware.speeds is not None
+        assert hardware.speeds.matmul is not None
+        assert hardware.speeds.matmul.sustained_share["bf16"] == 0.5

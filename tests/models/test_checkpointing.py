@@ -94,6 +94,19 @@ def test_saved_operators_are_not_computed_again_and_others_are() -> None:
     assert calls["operators"]["native_layer_norm"] > calls["none"]["native_layer_norm"]
 
 
+@pytest.mark.parametrize("model", ["gpt_tiny", "llama_tiny"])
+def test_every_second_product_of_a_block_is_computed_again(model: str) -> None:
+    family = build_family(model)
+    calls = {mode: count_training_calls(family, mode) for mode in ("none", "operators_every_2", "full")}
+    products = {mode: sum(counts[name] for name in ("mm", "addmm")) for mode, counts in calls.items()}
+    in_a_block = {"gpt_tiny": 4, "llama_tiny": 7}[model]  # GPT: qkv, output, up, down; Llama: q, k, v, o, gate, up, down
+    (blocks,) = family.find_block_lists(family.build_model())
+    again = products["operators_every_2"] - products["none"]
+    # The last product of GPT is a second one, which nothing needs: recomputation stops before it.
+    assert again == len(blocks) * (1 if model == "gpt_tiny" else 3)
+    assert products["full"] - products["none"] == len(blocks) * (in_a_block - 1)
+
+
 @pytest.mark.parametrize("mode", ["operators", "every_2", "every_3"])
 @pytest.mark.parametrize("model", MODELS)
 def test_hardware_flops_are_those_of_a_step(model: str, mode: str) -> None:
@@ -118,7 +131,7 @@ def test_hardware_flops_are_those_of_a_step(model: str, mode: str) -> None:
     [
         (model, mode)
         for model in (*MODELS, "gemma2")
-        for mode in ("full", "selective", "operators", "budget_15", "budget_40", "budget_80")
+        for mode in ("full", "selective", "operators", "operators_every_2", "budget_15", "budget_40", "budget_80")
         # On a CPU the attention of T5 that learns its bias is not fused, so that its result is not kept.
         if (model, mode) != ("t5_tiny", "budget_80")
     ],
@@ -136,9 +149,9 @@ def test_hardware_flops_count_what_a_step_on_a_cpu_computes_again(model: str, mo
             model(**batch.inputs)["logits"].sum().backward()
         return flop_counter.get_total_flops() + call_counter.attention_flops
 
-    budget_flops = count_recomputed_flops(family, 16, mode)
+    recorded_flops = count_recomputed_flops(family, 16, mode)
     flop_count = family.count_flops_per_sequence(16)
-    counted = flop_count.compute_hardware_flops(mode, budget_flops=budget_flops) - flop_count.model_flops
+    counted = flop_count.compute_hardware_flops(mode, recorded_flops=recorded_flops) - flop_count.model_flops
     assert count_forward_products(mode) - count_forward_products("none") == pytest.approx(counted, rel=1e-6)
 
 

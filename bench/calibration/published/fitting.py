@@ -31,7 +31,11 @@ from bench.calibration.published.devices import (
 )
 from bench.hardware import Hardware
 from bench.hardware.speeds import LinkSpeeds
-from bench.hardware.sustained_clocks import compute_sustained_share, compute_training_share
+from bench.hardware.sustained_clocks import (
+    compute_sustained_share,
+    compute_training_share,
+    compute_typical_attention_share,
+)
 from bench.prediction.cost.kernels import OPERATOR_BANDWIDTH_SHARES
 
 MIN_POINTS = 20
@@ -40,8 +44,6 @@ MIN_POINTS = 20
 GROUP_SIZES = ("2", "4", "8")
 ASSUMED_FP32_EFFICIENCY = 0.85
 ASSUMED_HALF_DEPTH = 64.0
-TYPICAL_HEAD_DIMENSION = 128
-"""At which the power that an attention kernel draws is estimated."""
 
 
 def fit_devices(all_hardware: Sequence[Hardware]) -> dict[str, DeviceFit]:
@@ -147,8 +149,8 @@ def _set_sustained_shares(fit: DeviceFit) -> None:
     kernels = fit.values.get("speeds.attention.kernels")
     assert isinstance(kernels, dict)
     for numbers in kernels.values():
-        typical = numbers["forward"] * TYPICAL_HEAD_DIMENSION / (TYPICAL_HEAD_DIMENSION + numbers["half_width"])
-        numbers["sustained_share"] = round_number(compute_sustained_share(power_w, fit.peak_tflops * typical))
+        burst_tflops = fit.peak_tflops * compute_typical_attention_share(numbers)
+        numbers["sustained_share"] = round_number(compute_sustained_share(power_w, burst_tflops))
 
 
 # --- Memory.
