@@ -1,9 +1,9 @@
 """Layouts of several kinds of parallelism as people print them: overrides of ``strategy=mesh``, and micro-batches.
 
-Batches of such rows are micro-batches of one copy of the model, whose ranks share its sequences. A run of the suite has
-a whole number of sequences per GPU; a published step often has not (2,048 sequences on 384 GPUs). Its time is then that
-of two runs with other numbers of micro-batches, continued in a straight line: a schedule takes a constant time, and so
-much per micro-batch.
+Batches of such rows are micro-batches of one copy of the model, whose ranks share its sequences (``ranks_per_batch``
+where that is no whole number for each). Of pipelines, whose micro-batches no schedule may have so many of (2,048
+sequences on 384 GPUs), time and memory are those of two runs with other numbers of micro-batches, continued in a
+straight line: a schedule takes a constant time, and so much per micro-batch.
 """
 
 from __future__ import annotations
@@ -64,8 +64,9 @@ class MicroBatches:
         """Overrides of each run."""
         return [
             {
-                "batch_size_per_gpu": str(self.size * count // ranks_per_copy),
+                "batch_size_per_gpu": str(self.size * count // math.gcd(self.size * count, ranks_per_copy)),
                 "strategy.micro_batches": str(count),
+                "strategy.ranks_per_batch": str(ranks_per_copy // math.gcd(self.size * count, ranks_per_copy)),
             }
             for count in self.simulated
         ]
@@ -165,19 +166,16 @@ def divide_batch(settings: Mapping[str, str], batch: int, degree: int) -> dict[s
 
 def plan_micro_batches(settings: Mapping[str, str], size: int, count: int) -> MicroBatches:
     """The runs that stand for `count` micro-batches of `size` sequences in every copy of the model."""
-    ranks, pipeline = count_ranks_per_copy(settings), int(settings.get("strategy.pipeline", 1))
-    multiple = ranks // math.gcd(ranks, size)
-    if settings.get("strategy.schedule") == "interleaved_1f1b":
-        multiple = math.lcm(multiple, pipeline)
-    sequences_per_gpu = size * count / ranks
-    if count % multiple == 0 and pipeline == 1 and count <= MAX_EXACT_MICRO_BATCHES:
+    pipeline = int(settings.get("strategy.pipeline", 1))
+    sequences_per_gpu = size * count / count_ranks_per_copy(settings)
+    if pipeline == 1 and count <= MAX_EXACT_MICRO_BATCHES:
         return MicroBatches(size, count, (count,), sequences_per_gpu)
-    few = multiple * math.ceil(pipeline / multiple)
+    few = max(2, pipeline)
     return MicroBatches(size, count, (few, 2 * few), sequences_per_gpu)
 
 
 def continue_prediction(predictions: tuple[Prediction, ...], micro_batches: MicroBatches) -> Prediction:
-    """The time of the published number of micro-batches; memory is that of the first run."""
+    """The time of the published number of micro-batches; memory is that of the first run (see `read_as_published`)."""
     first = predictions[0]
     if len(predictions) == 1 or first.time is None:
         return first

@@ -33,10 +33,11 @@ def read_as_published(reading: Reading, predictions: tuple[Prediction, ...]) -> 
     memory, difference = prediction.memory, 0.0
     if reading.state_bytes is not None:
         difference += compute_state_difference(reading, memory)
-    if reading.receives_in_turn and len(predictions) > 1:
+    if len(predictions) > 1:
         few, more = reading.micro_batches.simulated
-        per_micro_batch = (predictions[1].memory.allocated.value - memory.allocated.value) / (more - few)
-        difference -= max(0.0, per_micro_batch) * (few - 1)
+        per_micro_batch = max(0.0, predictions[1].memory.allocated.value - memory.allocated.value) / (more - few)
+        num_received = 1 if reading.receives_in_turn else reading.micro_batches.count
+        difference += per_micro_batch * (num_received - few)
     if not difference:
         return prediction
     return dataclasses.replace(prediction, memory=_shift(memory, difference))

@@ -57,9 +57,16 @@ PARAMETER_TOLERANCE = 0.15
 """Between the parameters that a row prints, rounded and with or without embeddings, and those of the shape."""
 
 EXTRA_MEMORY: Mapping[str, Callable[[RunConfig], float]] = {
-    "causal_masks": lambda config: 4.0 * getattr(config.model, "num_layers", 0) * config.sequence_length**2
+    "causal_masks": lambda config: 4.0 * getattr(config.model, "num_layers", 0) * config.sequence_length**2,
+    "freed_logits": lambda config: -float(
+        config.precision.compute_dtype.itemsize
+        * config.sequences_per_rank
+        * config.sequence_length
+        * getattr(config.model, "vocabulary_size", 0)
+    ),
 }
-"""Bytes that those who measured held all the time, and this suite does not: minGPT's masks, fp32, one in a block."""
+"""Bytes that those who measured held at the peak, and this suite does not: minGPT's masks, fp32, one in a block; less
+than none where logits, which this suite holds during backward, are let go before it."""
 
 
 @dataclass(frozen=True)
