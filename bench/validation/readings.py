@@ -58,11 +58,13 @@ PARAMETER_TOLERANCE = 0.15
 
 EXTRA_MEMORY: Mapping[str, Callable[[RunConfig], float]] = {
     "causal_masks": lambda config: 4.0 * getattr(config.model, "num_layers", 0) * config.sequence_length**2,
-    "freed_logits": lambda config: -float(
-        config.precision.compute_dtype.itemsize
-        * config.sequences_per_rank
-        * config.sequence_length
-        * getattr(config.model, "vocabulary_size", 0)
+    "freed_logits": lambda config: (
+        -float(
+            config.precision.compute_dtype.itemsize
+            * config.sequences_per_rank
+            * config.sequence_length
+            * getattr(config.model, "vocabulary_size", 0)
+        )
     ),
 }
 """Bytes that those who measured held at the peak, and this suite does not: minGPT's masks, fp32, one in a block; less

@@ -99,7 +99,9 @@ def test_every_second_product_of_a_block_is_computed_again(model: str) -> None:
     family = build_family(model)
     calls = {mode: count_training_calls(family, mode) for mode in ("none", "operators_every_2", "full")}
     products = {mode: sum(counts[name] for name in ("mm", "addmm")) for mode, counts in calls.items()}
-    in_a_block = {"gpt_tiny": 4, "llama_tiny": 7}[model]  # GPT: qkv, output, up, down; Llama: q, k, v, o, gate, up, down
+    in_a_block = {"gpt_tiny": 4, "llama_tiny": 7}[
+        model
+    ]  # GPT: qkv, output, up, down; Llama: q, k, v, o, gate, up, down
     (blocks,) = family.find_block_lists(family.build_model())
     again = products["operators_every_2"] - products["none"]
     # The last product of GPT is a second one, which nothing needs: recomputation stops before it.

@@ -166,9 +166,9 @@ class LayoutBounder:
         )
 
     def _compute_boundary_bytes(self, layout: Layout) -> float:
-        """Of a micro-batch between two blocks, on one rank of a context group."""
+        """Of a micro-batch between two blocks, on one rank."""
         (length, width), *_ = self.question.model.find_stage_input_shapes(
-            0, self.question.sequence_length // layout.context
+            0, self.question.sequence_length // (layout.context * layout.tensor)
         )
         return layout.micro_batch * length * width * self.config.precision.compute_dtype.itemsize
 

@@ -172,9 +172,9 @@ def count_sequences(config: RunConfig, timetable: Timetable) -> int:
     return config.sequences_per_rank // timetable.micro_batches
 
 
-def _count_context_ranks(config: RunConfig) -> int:
+def _count_handover_parts(config: RunConfig) -> int:
     split = config.strategy.build_tensor_parallel_split()
-    return 1 if split is None else split.context_degree
+    return 1 if split is None else split.handover_parts
 
 
 def _cut_into_stage_blocks(config: RunConfig, timetable: Timetable) -> list[tuple[StageBlocks, ...]]:
@@ -189,7 +189,7 @@ def build_pipeline_stages(config: RunConfig, key: TraceKey, timetable: Timetable
     itemsize = find_handover_dtype(key).itemsize
 
     def compute_handed_bytes(block: int) -> float:
-        shapes = config.model.find_stage_input_shapes(block, config.sequence_length // _count_context_ranks(config))
+        shapes = config.model.find_stage_input_shapes(block, config.sequence_length // _count_handover_parts(config))
         return num_sequences * itemsize * sum(length * width for length, width in shapes)
 
     layer_groups = rank_speed.list_layer_groups(config)

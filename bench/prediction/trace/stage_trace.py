@@ -125,10 +125,7 @@ def open_short_stage(key: StageTraceKey) -> Iterator[ShortStage]:
     with split_model(split, short_family, model, keeps_dtensors=True) as group_kinds:
         stage = _build_stage(short_family, model, key.stage_blocks, is_whole=is_whole)
         if split is not None:
-            block_counts = [len(blocks) for blocks in short_family.find_block_lists(model)]
-            split.prepare_stage(
-                model, stage, is_first=_has_first_block(key), is_last=_has_last_block(key, len(block_counts))
-            )
+            split.prepare_stage(model, stage, is_first=_has_first_block(key))
             if not split.keeps_dtensors:
                 localize_parameters(stage)
         yield ShortStage(short_family, model, stage, group_kinds)
@@ -194,7 +191,7 @@ def trace_stage(key: StageTraceKey, batch_size: int) -> Trace:
 def _trace_stage(key: StageTraceKey, short_stage: ShortStage, batch_size: int) -> Trace:
     trace_key, family, stage = key.trace_key, short_stage.family, short_stage.stage
     split = trace_key.split
-    local_length = trace_key.sequence_length // (1 if split is None else split.context_degree)
+    local_length = trace_key.sequence_length // (1 if split is None else split.handover_parts)
     block_counts = [len(blocks) for blocks in family.find_block_lists(family.build_model())]
     is_first, is_last = _has_first_block(key), _has_last_block(key, len(block_counts))
     first_block = sum(block_counts[: key.stage_blocks[0].list_index]) + (

@@ -21,7 +21,7 @@ from bench.strategies.mesh.experts import arrange_expert_parameter
 from bench.strategies.mesh.layout import CONTEXT, EXPERT, PIPELINE, REPLICATING_DIMS, SHARDS, TENSOR, RankMesh
 from bench.strategies.mesh.split import DividedLayers, divide_layers, divide_loss
 from bench.strategies.pipeline.model import PipelinedModel, PipelineStepper, build_tied_parameters
-from bench.strategies.pipeline.schedule import SPLIT_BACKWARD_SCHEDULES, Timetable
+from bench.strategies.pipeline.schedule import Timetable
 from bench.strategies.stepper import StepEngine, Stepper
 from bench.strategies.tensor_parallel.split import localize_parameters
 
@@ -88,7 +88,7 @@ def divide_model(
 def _build_stages(
     model: nn.Module, context: WrapContext, divided: DividedLayers, wrapper: _PartWrapper, timetable: Timetable
 ) -> PipelinedModel:
-    """The stages of this rank. Between stages hidden states are whole, also where layers divide them."""
+    """The stages of this rank. What they hand over is divided as it is between their layers."""
     family, mesh = context.family, divided.mesh
     assert family.num_blocks is not None
     stages = [family.build_stage(model, blocks) for blocks in timetable.split_blocks(family.num_blocks)]
@@ -99,12 +99,7 @@ def _build_stages(
     filled_parameters: dict[tuple[int, str], nn.Parameter] = {}
     for index in timetable.find_stages_of_rank(pipeline_mesh.get_local_rank()):
         stage = stages[index]
-        divided.prepare_stage(
-            stage,
-            is_first=index == 0,
-            is_last=index == timetable.num_stages - 1,
-            copies_output=timetable.schedule in SPLIT_BACKWARD_SCHEDULES,
-        )
+        divided.prepare_stage(stage, is_first=index == 0)
         parameters, wrapped_stages[index] = wrapper.wrap_part(stage, stage.block_lists, parameter_names[index])
         filled_parameters |= {(index, name): parameter for name, parameter in parameters.items()}
     tied_parameters = build_tied_parameters(
@@ -114,7 +109,9 @@ def _build_stages(
     dist.all_reduce(torch.zeros(1, device=context.device), group=pipeline_mesh.get_group())
     precision = context.precision
     dtype = precision.parameter_dtype if wrapper.uses_autocast else precision.compute_dtype
-    return PipelinedModel(wrapped_stages, tied_parameters, context, timetable, pipeline_mesh.get_group(), dtype)
+    sequence_parts = mesh.layout.get_degree(TENSOR) if divided.sequence_splits else 1
+    group = pipeline_mesh.get_group()
+    return PipelinedModel(wrapped_stages, tied_parameters, context, timetable, group, dtype, sequence_parts)
 
 
 class _PartWrapper:

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.parallel import PrepareModuleOutput, loss_parallel, parallelize_module
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import PrepareModuleInput, loss_parallel, parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -35,31 +35,19 @@ class DividedLayers:
     """Identities of the modules that hold experts."""
     context: ContextSplit | None
     sequence_splits: list[ParallelStyle] = field(default_factory=list)
-    """With sequence parallelism: how each list's first block divides hidden states that come in whole."""
+    """With sequence parallelism: how each list's first block takes hidden states."""
 
-    def prepare_stage(
-        self, stage: PipelineStageModule, *, is_first: bool, is_last: bool, copies_output: bool = False
-    ) -> None:
-        """Have a stage take and hand over whole hidden states, where its layers divide them over the sequence.
-
-        Parameters
-        ----------
-        copies_output: bool
-            torch detaches what a stage hands over in place where it splits backward, which it cannot do to a view of a
-            DTensor.
-        """
+    def prepare_stage(self, stage: PipelineStageModule, *, is_first: bool) -> None:
+        """Have a stage take, and hand over, a rank's part of every sequence's hidden states, where layers divide them
+        over the sequence. As a DTensor they have the whole sequence's shape, by which models count positions."""
         tensor_mesh = self.mesh.get_mesh(TENSOR)
-        if not self.sequence_splits or tensor_mesh is None:
+        if not self.sequence_splits or tensor_mesh is None or is_first:
             return
-        if not is_first:
-            parallelize_module(stage.block_lists[0][0], tensor_mesh, self.sequence_splits[0], src_data_rank=None)
-        if not is_last:
-            gathered_output = PrepareModuleOutput(
-                output_layouts=SEQUENCE_SHARD, desired_output_layouts=Replicate(), use_local_output=True
-            )
-            last_block = parallelize_module(stage.block_lists[-1][-1], tensor_mesh, gathered_output)
-            if copies_output:
-                last_block.register_forward_hook(lambda _module, _inputs, hidden: hidden.clone())
+        received = PrepareModuleInput(
+            input_layouts=SEQUENCE_SHARD, desired_input_layouts=SEQUENCE_SHARD, use_local_output=False
+        )
+        parallelize_module(stage, tensor_mesh, received, src_data_rank=None)
+        parallelize_module(stage.block_lists[0][0], tensor_mesh, self.sequence_splits[0], src_data_rank=None)
 
 
 def overlap_products(mesh: RankMesh) -> None:
@@ -180,9 +168,9 @@ class MeshSplit(TensorParallelSplit):
         meshes = [(mesh.get_mesh(name), kind) for name, kind in kinds]
         return {_find_group_name(dim): kind for dim, kind in meshes if dim is not None}
 
-    def prepare_stage(self, model: nn.Module, stage: PipelineStageModule, *, is_first: bool, is_last: bool) -> None:
+    def prepare_stage(self, model: nn.Module, stage: PipelineStageModule, *, is_first: bool) -> None:
         divided: DividedLayers = model.__dict__["divided_layers"]
-        divided.prepare_stage(stage, is_first=is_first, is_last=is_last)
+        divided.prepare_stage(stage, is_first=is_first)
 
     def select_tokens(self, model: nn.Module, batch: Batch) -> Batch:
         divided: DividedLayers = model.__dict__["divided_layers"]

@@ -91,6 +91,7 @@ class PipelinedModel(nn.Module):
         timetable: Timetable,
         group: dist.ProcessGroup,
         stage_output_dtype: torch.dtype,
+        sequence_parts: int = 1,
     ) -> None:
         super().__init__()
         self.stages = nn.ModuleList(stages.values())
@@ -102,6 +103,8 @@ class PipelinedModel(nn.Module):
         self.group = group
         self.stage_output_dtype = stage_output_dtype
         """Of what stages hand over."""
+        self.sequence_parts = sequence_parts
+        """Ranks that have a part each of the hidden states of a sequence that stages hand over."""
 
     def clip_gradients(self, max_norm: float) -> None:
         """By the norm over all stages: of what several stages share, and of what copies of a stage share, one counts.
@@ -290,7 +293,7 @@ class PipelineStepper(Stepper):
         model, timetable = self._model, self._model.timetable
         sequences = batch.labels.shape[0] // timetable.micro_batches
         blocks = timetable.split_blocks(model.family.num_blocks or 0)
-        length = batch.inputs["input_ids"].shape[1]
+        length = batch.inputs["input_ids"].shape[1] // model.sequence_parts
 
         def build_example_tensors(stage_index: int) -> tuple[torch.Tensor, ...]:
             """What a stage is handed, without data."""

@@ -65,8 +65,13 @@ class TensorParallelSplit:
         self.divide_model(family, model, init_device_mesh("cpu", (self.degree,)))
         return {}
 
-    def prepare_stage(self, model: nn.Module, stage: PipelineStageModule, *, is_first: bool, is_last: bool) -> None:
-        """Have a stage of the divided model take and hand over whole hidden states."""
+    @property
+    def handover_parts(self) -> int:
+        """Ranks that what stages hand over of a sequence is divided over."""
+        return self.context_degree * (self.degree if self.sequence_parallel else 1)
+
+    def prepare_stage(self, model: nn.Module, stage: PipelineStageModule, *, is_first: bool) -> None:
+        """Have a stage of the divided model take and hand over hidden states as its layers divide them."""
 
     def select_tokens(self, model: nn.Module, batch: Batch) -> Batch:
         """This rank's part of every sequence."""
