@@ -78,7 +78,8 @@ COLUMNS: tuple[RecordColumn, ...] = (
     ),
     *_build_columns(
         "string",
-        activation_checkpointing="none, full, selective, operators, every_K (every K-th block), or budget_P (P %)",
+        activation_checkpointing="none, full, selective, operators, operators_every_2, every_K (every K-th block), or "
+        "budget_P (P %)",
     ),
     *_build_columns("boolean", compile="blocks compiled with torch.compile"),
     *_build_columns(

@@ -45,14 +45,16 @@ def read_as_published(reading: Reading, predictions: tuple[Prediction, ...]) -> 
 
 def compute_waited_seconds(config: RunConfig, micro_batches: MicroBatches) -> float:
     """Of a step in which a stage between others receives and sends hidden states, and their gradients, one after the
-    other, while it computes nothing. Every rank of a stage sends them whole, all at the same time."""
+    other, while it computes nothing. Every rank of a stage sends what it has of them, all at the same time."""
     (dim,) = config.strategy.list_group_dims(PIPELINE_GROUP, config.gpus)
     if dim.size == 1 or config.hardware.speeds is None:
         return 0.0
     is_in_node = 2 * dim.stride <= config.gpus_per_node
     group = CollectiveGroup(2, 2) if is_in_node else CollectiveGroup(2, 1, min(config.gpus_per_node, dim.stride))
     width: int = config.model.hidden_size  # type: ignore[attr-defined]
-    size = micro_batches.size * config.sequence_length * width * config.precision.compute_dtype.itemsize
+    split = config.strategy.build_tensor_parallel_split()
+    length = config.sequence_length // (1 if split is None else split.handover_parts)
+    size = micro_batches.size * length * width * config.precision.compute_dtype.itemsize
     return 4 * micro_batches.count * compute_collective_seconds(BROADCAST, size, group, config.hardware.speeds.links)
 
 

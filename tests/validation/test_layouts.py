@@ -41,8 +41,10 @@ def score(reading: Reading) -> Score:
     ("settings", "size", "count", "simulated"),
     [
         ({"strategy.tensor": "8"}, 1, 64, (64,)),
-        ({"strategy.tensor": "8"}, 1, 4, (8, 16)),
-        ({"strategy.tensor": "8", "strategy.pipeline": "12"}, 4, 128, (24, 48)),
+        ({"strategy.tensor": "8"}, 1, 4, (4,)),
+        ({"strategy.tensor": "8"}, 1, 100, (2, 4)),
+        ({"strategy.tensor": "8", "strategy.pipeline": "12"}, 4, 128, (12, 24)),
+        ({"strategy.tensor": "8", "strategy.pipeline": "8"}, 4, 8, (8, 16)),
         ({"strategy.pipeline": "4", "strategy.schedule": "interleaved_1f1b"}, 4, 6, (4, 8)),
     ],
 )
@@ -54,20 +56,15 @@ def test_runs_that_stand_for_a_step_have_whole_batches(
     assert micro_batches.simulated == simulated
     assert micro_batches.sequences_per_gpu == pytest.approx(size * count / ranks)
     for run, number in zip(micro_batches.list_settings(ranks), simulated, strict=True):
-        assert int(run["batch_size_per_gpu"]) * ranks == size * number
+        assert int(run["batch_size_per_gpu"]) * ranks == size * number * int(run["strategy.ranks_per_batch"])
 
 
 def test_a_step_continued_from_others_takes_as_long_as_it_is_predicted_to() -> None:
     reading = read(note="global batch 64")
     assert reading.micro_batches is not None
     assert reading.micro_batches.count == 32 not in reading.micro_batches.simulated
-    (exact,) = predict_runs(
-        [
-            build_published_config(
-                tuple({**dict(reading.settings), "batch_size_per_gpu": "8", "strategy.micro_batches": "32"}.items())
-            )
-        ]
-    )
+    whole = {"batch_size_per_gpu": "8", "strategy.micro_batches": "32", "strategy.ranks_per_batch": "1"}
+    (exact,) = predict_runs([build_published_config(tuple({**dict(reading.settings), **whole}.items()))])
     assert exact.time is not None
     tokens_per_s = 8 * 64 / exact.time.step_s.value
     assert score(reading).predicted_value == pytest.approx(tokens_per_s, rel=1e-6)
@@ -90,9 +87,43 @@ def test_software_that_receives_in_turn_has_one_buffer_for_all_micro_batches() -
     reading = dataclasses.replace(read(note="global batch 256"), receives_in_turn=True)
     few, more = (run.memory.allocated.value for run in predict_runs([*map(build_published_config, reading.runs)]))
     assert reading.micro_batches is not None
-    assert reading.micro_batches.simulated == (4, 8)
-    memory = score(dataclasses.replace(reading, quantity=Quantity("peak_memory_allocated", 1e9))).predicted_value
-    assert memory == pytest.approx(few - 3 * (more - few) / 4)
+    assert reading.micro_batches.simulated == (2, 4)
+    in_turn, at_once = (
+        score(dataclasses.replace(each, quantity=Quantity("peak_memory_allocated", 1e9))).predicted_value
+        for each in (reading, dataclasses.replace(reading, receives_in_turn=False))
+    )
+    assert in_turn == pytest.approx(few - (more - few) / 2)
+    assert at_once == pytest.approx(few + (reading.micro_batches.count - 2) * (more - few) / 2)
+
+
+def test_ranks_that_have_less_than_a_sequence_each_share_one() -> None:
+    reading = read(strategy="FSDP2 + TP", sharding="FSDP 2, TP 4", batch_size_per_gpu="2", note="")
+    settings = dict(reading.settings)
+    assert settings["strategy"] == "mesh"
+    assert settings["strategy.data"] == "fsdp"
+    assert (settings["batch_size_per_gpu"], settings["strategy.ranks_per_batch"]) == ("1", "2")
+    assert reading.sequences_per_gpu == 0.5
+    even = read(strategy="FSDP2 + TP", sharding="FSDP 2, TP 4", batch_size_per_gpu="4", note="")
+    assert dict(even.settings)["strategy"] == "tensor_parallel"
+    assert even.sequences_per_gpu == 1
+
+
+def test_a_pipeline_with_asynchronous_tensor_parallelism_has_both() -> None:
+    reading = read(strategy="FSDP2 + TP + PP", sharding="FSDP 1, TP 2, PP 2, VP 2, async TP", gpu_count="4")
+    settings = dict(reading.settings)
+    assert settings["strategy.async_tensor_parallel"] == "true"
+    assert (settings["strategy.schedule"], settings["strategy.data"]) == ("interleaved_1f1b", "fsdp")
+    assert reading.micro_batches is not None
+    assert reading.micro_batches.count == 16
+
+
+def test_logits_that_are_let_go_before_backward_are_taken_off_the_peak() -> None:
+    line = {"strategy": "FSDP2", "sharding": "full_shard", "metric": "peak_memory", "unit": "GiB", "note": ""}
+    reading = read(**line)
+    freed = dataclasses.replace(reading, extra_memory="freed_logits")
+    vocabulary = reading.config.model.vocabulary_size  # type: ignore[attr-defined]
+    assert freed.extra_bytes == -2 * 64 * vocabulary
+    assert score(freed).predicted_value == pytest.approx(score(reading).predicted_value - 2 * 64 * vocabulary)
 
 
 def test_a_pipeline_that_waits_for_its_sends_takes_longer_by_them() -> None:

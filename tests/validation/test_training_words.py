@@ -173,7 +173,8 @@ def test_formats_that_the_suite_does_not_have_are_refused() -> None:
 @pytest.mark.parametrize(
     ("text", "mode"),
     [
-        *(("yes", "full"), ("Full", "full"), ("no", "none"), ("selective op", "operators"), ("selective", "selective")),
+        *(("yes", "full"), ("Full", "full"), ("no", "none"), ("operators", "operators"), ("selective", "selective")),
+        *(("selective op", "operators_every_2"), ("per-op SAC", "operators_every_2")),
         *(("every 2 layers", "every_2"), ("every layer", "full")),
     ],
 )
