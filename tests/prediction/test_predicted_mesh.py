@@ -12,7 +12,7 @@ from bench.config.run_config import RunConfig
 from bench.core.errors import ImpossibleError
 from bench.prediction.cost.collectives import CollectiveGroup
 from bench.prediction.cost.rank_speed import build_collective_group
-from bench.prediction.pipeline.stages import list_stage_traces
+from bench.prediction.pipeline.stages import build_pipeline_stages, count_sequences, list_stage_traces
 from bench.prediction.pipeline.time import StageSeconds, compute_idle_share, simulate_timetable
 from bench.prediction.predicted_row import build_predicted_row
 from bench.prediction.prediction import Prediction, TimePrediction
@@ -309,6 +309,20 @@ def test_schedules_that_split_backward_idle_less() -> None:
 def test_what_cannot_be_predicted_is_refused_with_the_reason(knobs: tuple[str, ...], message: str) -> None:
     with pytest.raises(ImpossibleError, match=message):
         predict_run(meshed(*SMALL_GPT, "gpus=4", PIPELINE, *knobs))
+
+
+def test_stages_hand_over_a_ranks_part_of_the_sequence_where_layers_divide_it() -> None:
+    def compute_handed_bytes(*knobs: str) -> float:
+        config = compose_run_config(*SMALL_GPT, *ON_CPU, "mode=predict", PIPELINE, *knobs)
+        assert config.strategy.timetable is not None
+        first, last = build_pipeline_stages(config, build_trace_key(config), config.strategy.timetable)
+        assert first.sent_bytes == last.received_bytes
+        return first.sent_bytes / count_sequences(config, config.strategy.timetable)
+
+    whole = compute_handed_bytes()
+    assert compute_handed_bytes(TENSOR, "strategy.sequence_parallel=false") == whole
+    assert compute_handed_bytes(TENSOR) == compute_handed_bytes(CONTEXT) == whole / 2
+    assert compute_handed_bytes(TENSOR, CONTEXT) == whole / 4
 
 
 def test_a_split_is_told_by_what_ranks_share() -> None:

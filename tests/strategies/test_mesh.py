@@ -167,6 +167,18 @@ WAYS: dict[str, tuple[str, tuple[str, ...], dict[str, tuple[str, ...]], float]] 
     "selective": ("gpt", ("activation_checkpointing=selective",), CHECKPOINTED, 1e-5),
     "operators": ("moe", ("activation_checkpointing=operators",), {"ep2-tp2+sequence": (TENSOR, EXPERT)}, 1e-5),
     "every_2": ("llama", ("activation_checkpointing=every_2",), CHECKPOINTED, 1e-5),
+    "operators_every_2": ("llama", ("activation_checkpointing=operators_every_2",), CHECKPOINTED, 1e-5),
+    "masks": (  # of whole sequences, of which a stage receives a part of the hidden states
+        "llama",
+        ("model.architecture=gemma2", "model.attention=eager", "model.sliding_window=8", "model.num_layers=4"),
+        {
+            "pp2-tp2+1f1b+sequence": (TENSOR, PIPELINE),
+            "pp2-tp2+interleaved_zero_bubble+sequence": (
+                *(TENSOR, PIPELINE, "strategy.schedule=interleaved_zero_bubble"),
+            ),
+        },
+        1e-5,
+    ),
     "t5": ("t5", (), {"fsdp2-tp2+sequence": (TENSOR,), "pp2-ddp2+1f1b": (PIPELINE, DDP)}, 1e-5),
     "order": (
         "moe",
