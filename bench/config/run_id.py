@@ -44,7 +44,13 @@ is timed by the number of steps alone."""
 ADDED_KNOB_DEFAULTS: dict[str, dict[str, object]] = {
     "optimizer": {"keep_gradients": False},
     "precision": {"float8": "none", "float8_emulated": False, "mixing": None},
-    "model": {"activation": "gelu_new", "feed_forward": "relu", "tie_embeddings": True},
+    "model": {
+        "activation": "gelu_new",
+        "feed_forward": "relu",
+        "tie_embeddings": True,
+        "query_rank": None,
+        "expert_groups": 1,
+    },
     "strategy": {
         "communication_hook": "none",
         "matrix_approximation_rank": 1,

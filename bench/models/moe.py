@@ -1,4 +1,5 @@
-"""Mixtures of experts: Mixtral, Qwen3-MoE, gpt-oss and DeepSeek-V2, whose tokens each go to a few of many experts."""
+"""Mixtures of experts: Mixtral, Qwen3-MoE, gpt-oss, DeepSeek-V2 and -V3, whose tokens each go to a few of many
+experts."""
 
 from __future__ import annotations
 
@@ -16,8 +17,12 @@ EXPERT_COUNT_FIELDS = {
     "gpt_oss": "num_local_experts",
     "qwen3_moe": "num_experts",
     "deepseek_v2": "n_routed_experts",
+    "deepseek_v3": "n_routed_experts",
 }
 """Architectures as transformers calls them (`model_type`), and what each calls its number of experts."""
+
+LATENT_ATTENTION_ARCHITECTURES = ("deepseek_v2", "deepseek_v3")
+"""Those that compress keys and values (and queries, with `query_rank`) to what all heads share."""
 
 DIVIDED_ARCHITECTURES = ("mixtral", "qwen3_moe")
 """Those whose attention is divided as Llama's."""
@@ -41,6 +46,10 @@ class MixtureOfExpertsFamily(DecoderFamily):
     """Width of their feed-forward layer; null where there are none."""
     kv_rank: Annotated[int | None, Within(1, 2**20)] = None
     """DeepSeek's: what keys and values are compressed to."""
+    query_rank: Annotated[int | None, Within(1, 2**20)] = None
+    """DeepSeek's: what queries are compressed to; null: they are not."""
+    expert_groups: ExpertCount = 1
+    """DeepSeek-V3's: groups of experts, of half of which a token's experts are chosen (of one, of all)."""
     rotary_size: Annotated[int | None, Within(2, 2**16)] = None
     """DeepSeek's: the part of a head that is rotated, which all heads of keys share."""
     routing: Annotated[str, OneOf(*ROUTINGS)] = "balanced"
@@ -58,10 +67,19 @@ class MixtureOfExpertsFamily(DecoderFamily):
                 "model.experts_per_token", self.experts_per_token, f"at most model.num_experts={self.num_experts}"
             )
         super().__post_init__()
-        if self.architecture == "deepseek_v2":
+        if self._has_latent_attention:
             for name in ("kv_rank", "rotary_size"):
                 if getattr(self, name) is None:
-                    raise invalid_value_error(f"model.{name}", None, "a number, for model.architecture=deepseek_v2")
+                    valid_text = f"a number, for model.architecture={self.architecture}"
+                    raise invalid_value_error(f"model.{name}", None, valid_text)
+        if self.expert_groups > 1 and self.num_experts % (2 * self.expert_groups):
+            raise invalid_value_error(
+                "model.expert_groups", self.expert_groups, f"a divisor of half of model.num_experts={self.num_experts}"
+            )
+
+    @property
+    def _has_latent_attention(self) -> bool:
+        return self.architecture in LATENT_ATTENTION_ARCHITECTURES
 
     def _build_routing(self) -> Routing:
         return Routing(self.routing, self.routing_skew)
@@ -78,7 +96,7 @@ class MixtureOfExpertsFamily(DecoderFamily):
         elif self.architecture == "gpt_oss" and self.sliding_window is None:
             fields.setdefault("layer_types", ["full_attention"] * self.num_layers)
             fields["sliding_window"] = self.block_size
-        if self.architecture == "deepseek_v2":
+        if self._has_latent_attention:
             fields |= {
                 "head_dim": self.rotary_size,
                 "intermediate_size": self.dense_intermediate_size or self.intermediate_size,
@@ -86,28 +104,34 @@ class MixtureOfExpertsFamily(DecoderFamily):
                 "n_shared_experts": self.num_shared_experts,
                 "first_k_dense_replace": self.num_dense_layers,
                 "kv_lora_rank": self.kv_rank,
-                "q_lora_rank": None,
+                "q_lora_rank": self.query_rank,
                 "qk_rope_head_dim": self.rotary_size,
                 "qk_nope_head_dim": self._head_size,
                 "v_head_dim": self._head_size,
                 "topk_method": "greedy",
             }
+        if self.architecture == "deepseek_v3":
+            fields |= {"n_group": self.expert_groups, "topk_group": max(1, self.expert_groups // 2)}
         return AutoConfig.for_model(self.architecture, **fields)
 
     def count_flops_per_sequence(self, sequence_length: int) -> FlopCount:
         """Of attention, of the router, and of the experts that each token goes to; scores over the full square.
 
-        DeepSeek-V2's attention (DeepSeek-AI 2024, arXiv:2405.04434, section 2.1) compresses keys and values to
-        ``kv_rank``, beside which one rotated key serves all heads.
+        DeepSeek's attention (DeepSeek-AI 2024, arXiv:2405.04434, section 2.1) compresses keys and values to
+        ``kv_rank``, beside which one rotated key serves all heads, and queries to ``query_rank``.
         """
         length, hidden, heads, head_size = sequence_length, self.hidden_size, self.num_heads, self._head_size
         num_expert_layers = self.num_layers - self.num_dense_layers
         key_size = head_size
-        if self.architecture == "deepseek_v2":
+        if self._has_latent_attention:
             assert self.kv_rank is not None
             assert self.rotary_size is not None
             key_size += self.rotary_size
-            projections = hidden * heads * key_size + hidden * (self.kv_rank + self.rotary_size)
+            if self.query_rank is None:
+                projections = hidden * heads * key_size
+            else:
+                projections = self.query_rank * (hidden + heads * key_size)
+            projections += hidden * (self.kv_rank + self.rotary_size)
             projections += self.kv_rank * heads * 2 * head_size + heads * head_size * hidden
         else:
             projections = 2 * hidden * head_size * (heads + self._num_kv_heads)
@@ -136,7 +160,7 @@ class MixtureOfExpertsFamily(DecoderFamily):
         )
 
     def find_undivided_sequence_reason(self) -> str:
-        if self.architecture == "deepseek_v2":
+        if self._has_latent_attention:
             return "whose values are narrower than its keys"
         return super().find_undivided_sequence_reason()
 

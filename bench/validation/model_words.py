@@ -65,7 +65,7 @@ def _list_option_keys(option: str) -> list[str]:
 
 def normalise_model_name(text: str) -> str:
     """A name in lower case without punctuation, organisation and what says nothing of its shape; p for a point."""
-    name = re.sub(r"\([^)]*\)", " ", text.lower().rpartition("/")[2])
+    name = re.sub(r"\([^)]*\)", " ", text.lower()).strip().rpartition("/")[2]
     name = re.split(r"\bcut to\b|\b\d+ layers\b|\blayers\b|\bheads\b", name)[0]
     for pattern, replacement in SAME_SHAPES:
         name = re.sub(pattern, replacement, name)

@@ -27,6 +27,9 @@ PUBLISHED = {
     "gpt_oss_20b": (20_914_757_184, 3.61e9, 1),
     "gpt_oss_120b": (116_829_156_672, 5.13e9, 1),
     "deepseek_v2_lite": (15_706_484_224, 2.4e9, 1),
+    # arXiv:2405.04434 (236B, 21B active), arXiv:2412.19437 (671B without the layer of multi-token prediction, 37B).
+    "deepseek_v2": (235_741_434_880, 21e9, 0),
+    "deepseek_v3": (671_026_404_352, 37e9, 1),
 }
 DEEPSEEK = {
     "num_kv_heads": 4,
@@ -49,7 +52,8 @@ def load_model(name: str) -> MixtureOfExpertsFamily:
 
 def build_tiny(architecture: str = "mixtral", **fields: Any) -> MixtureOfExpertsFamily:
     attention = "eager" if architecture == "gpt_oss" else "sdpa"
-    fields = {**(DEEPSEEK if architecture == "deepseek_v2" else {}), **fields}
+    deepseek = {"deepseek_v2": DEEPSEEK, "deepseek_v3": {**DEEPSEEK, "query_rank": 24, "expert_groups": 2}}
+    fields = {**deepseek.get(architecture, {}), **fields}
     tiny = {"architecture": architecture, "attention": attention, "hidden_size": 64, "intermediate_size": 48}
     return dataclasses.replace(load_model("moe_tiny"), **{**tiny, **fields})
 
@@ -140,6 +144,7 @@ def test_what_makes_no_sense_is_refused() -> None:
         (("model.routing=even",), "model.routing=even is not valid: choose router, balanced, skewed"),
         (("model.num_kv_heads=3",), "model.num_kv_heads=3 is not valid: choose a divisor of model.num_heads=4"),
         (("model.architecture=deepseek_v2",), "model.kv_rank=null is not valid: choose a number"),
+        (("model.expert_groups=3",), "model.expert_groups=3 is not valid: choose a divisor of half of model.num_exp"),
     ):
         with pytest.raises(UsageError, match=reason):
             compose_run_config("model=moe_tiny", *overrides)
@@ -151,6 +156,26 @@ def test_experts_that_ranks_do_not_divide_are_cut_along_a_dimension_that_they_do
     assert choose_sharded_dimension((8, 510, 256), 64) == 2
     assert choose_sharded_dimension((3, 511, 255), 4) == 0
     assert choose_sharded_dimension((510, 256), 64) == 0
+
+
+@pytest.mark.slow
+def test_deepseek_v3_trains_as_in_one_process_and_needs_what_is_predicted(execute: Execute) -> None:
+    """Three kinds of layers: two dense ones, and three whose experts are chosen within half of their groups."""
+    shape = {**DEEPSEEK, "architecture": "deepseek_v3", "query_rank": 24, "expert_groups": 2, "num_dense_layers": 2}
+    model = ("model=moe_tiny", "model.num_layers=5", *(f"model.{name}={value}" for name, value in shape.items()))
+    run = (*model, "hardware=cpu", "sequence_length=32", "measurement.warmup_steps=2", "measurement.steps=1")
+    mesh = (*run, "strategy=mesh", "gpus=2", "batch_size_per_gpu=2")
+    runs = [
+        (*run, "strategy=single", "gpus=1", "batch_size_per_gpu=4"),
+        (*mesh, "strategy.expert=2"),
+        (*mesh, "strategy.pipeline=2"),
+    ]
+    single, *divided = execute(*runs)
+    assert single["losses"][-1] < single["losses"][0]
+    for row, overrides in zip(divided, runs[1:], strict=True):
+        assert row["losses"] == pytest.approx(single["losses"], rel=1e-5)
+        (prediction,) = predict_runs([compose_run_config(*overrides, "mode=predict")])
+        assert prediction.memory.allocated.value == pytest.approx(row["peak_allocated_bytes"], rel=1e-3)
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import pytest
 
 from bench.validation.mesh_words import read_degrees
 from bench.validation.metrics import read_quantity
+from bench.validation.model_words import read_model
 from bench.validation.overrides import NotExpressibleError
 from bench.validation.printed_numbers import NoNumberError, parse_bytes, parse_count, parse_rate, parse_seconds
 from bench.validation.readings import Reading, read_line
@@ -268,3 +269,18 @@ def test_bounds_ranges_and_blanks_are_no_numbers(text: str) -> None:
 def test_metrics_are_found_by_their_names(metric: str, value: str, unit: str, name: str, number: float) -> None:
     quantity = read_quantity(1, {**LINE, "metric": metric, "value": value, "unit": unit}, {})
     assert (quantity.metric, quantity.value) == (name, pytest.approx(number))
+
+
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [
+        ("DeepSeekV3 (w/o MTP)", "deepseek_v3"),
+        ("deepseek-ai/DeepSeek-V2-Lite", "deepseek_v2_lite"),
+        ("meta-llama/Llama-3-8B", "llama3_8b"),
+        ("deepseekv3 cut to 4 layers", "deepseek_v3"),
+    ],
+)
+def test_models_are_found_by_their_names(name: str, model: str) -> None:
+    settings = read_model(name, "").settings
+    assert settings["model"] == model
+    assert settings.get("model.num_layers") == ("4" if "cut" in name else None)
