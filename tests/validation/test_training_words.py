@@ -280,7 +280,7 @@ def test_metrics_are_found_by_their_names(metric: str, value: str, unit: str, na
         ("deepseekv3 cut to 4 layers", "deepseek_v3"),
     ],
 )
-def test_models_are_found_by_their_names(name: str, model: str) -> None:
+def test_names_with_organisations_remarks_and_layers_mean_a_model(name: str, model: str) -> None:
     settings = read_model(name, "").settings
     assert settings["model"] == model
     assert settings.get("model.num_layers") == ("4" if "cut" in name else None)
