@@ -85,8 +85,9 @@ def test_a_model_whose_whole_gradients_are_too_large_has_a_layout_that_reduces_t
     references = {"full": LayoutPredictor(question).build_reference("full")}
     bounder, capacity = LayoutBounder(question, references), 75 * 2**30
     small = [layout for layout in list_layouts(question) if bounder.compute_memory_bound(layout) < capacity]
-    assert small
-    assert all(layout.synchronizes for layout in small)
+    without_stages = [layout for layout in small if layout.pipeline == 1]
+    assert without_stages
+    assert all(layout.synchronizes for layout in without_stages)
 
 
 def test_a_pipeline_whose_head_takes_long_is_also_balanced_for_it() -> None:
