@@ -29,6 +29,8 @@ from sphinx.errors import ExtensionError
 from sphinx.util import logging
 from sphinx.util.docutils import SphinxDirective
 
+from bench.core.files import replace_file
+
 ROOT = Path(__file__).resolve().parents[2]
 CACHE_FOLDER = ROOT / "build" / "docs" / "commands"
 EXAMPLES = ROOT / "docs" / "examples"
@@ -112,7 +114,7 @@ def execute_page(path: Path, code_hash: str) -> list[str]:
         Path(folder, "results").symlink_to(ROOT / "results")
         outputs = [_execute_block(block, Path(folder), path) for block in blocks]
     cache_file.parent.mkdir(parents=True, exist_ok=True)
-    cache_file.write_text(json.dumps(outputs), encoding="utf-8")
+    replace_file(cache_file, json.dumps(outputs))  # pages are executed at once, and some have the same commands
     return outputs
 
 
