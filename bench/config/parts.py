@@ -118,21 +118,25 @@ def compute_part_value(part: ConfigPart) -> Any:
             return _composed_values[part]
         without_network = compute_part_value(part._replace(network=None))
         return interconnect.apply_network(without_network, compute_part_value(part.network))
-    values = {part.key: copy.deepcopy(compute_part_value(part._replace(fields=part.fields[:-1])))}
+    previous_values = compute_part_value(part._replace(fields=part.fields[:-1]))
+    values = {part.key: copy.deepcopy(previous_values)}
     override = parse_override(part.fields[-1])
     _set_nested_value(values, override)
     if part.key == HARDWARE_GROUP and part.option is not None and parse_likeness(part.option) is not None:
         return _derive_part_value(part)
-    set_names = {parse_override(field).key_or_group for field in part.fields}
-    previous_values = compute_part_value(part._replace(fields=part.fields[:-1]))
-    if override.key_or_group == MEMORY_KEY and DEVICE_MEMORY_KEY not in set_names:
-        scale_device_memory(values[HARDWARE_GROUP], previous_values["memory_gb"])
-    if override.key_or_group == POWER_KEY and not any(SUSTAINED_SHARE in name for name in set_names):
-        values[HARDWARE_GROUP]["sources"] = {
-            **(values[HARDWARE_GROUP].get("sources") or {}),
-            **derive_sustained_shares(values[HARDWARE_GROUP], previous_values),
-        }
+    if override.key_or_group in (MEMORY_KEY, POWER_KEY):
+        _derive_from_field(part, override.key_or_group, values[part.key], previous_values)
     return values[part.key]
+
+
+def _derive_from_field(part: ConfigPart, key: str, hardware: dict[str, Any], previous: Mapping[str, Any]) -> None:
+    """Set what follows from memory or power that was set, unless that was set before."""
+    set_names = [parse_override(field).key_or_group for field in part.fields]
+    if key == MEMORY_KEY and DEVICE_MEMORY_KEY not in set_names:
+        scale_device_memory(hardware, previous["memory_gb"])
+    if key == POWER_KEY and not any(SUSTAINED_SHARE in name for name in set_names):
+        sources = derive_sustained_shares(hardware, previous)
+        hardware["sources"] = {**(hardware.get("sources") or {}), **sources}
 
 
 def _derive_part_value(part: ConfigPart) -> dict[str, Any]:

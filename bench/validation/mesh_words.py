@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench.prediction.prediction import PredictedRange, Prediction, TimePrediction
+from bench.strategies.mesh.layout import share_sequences
 from bench.validation.overrides import NotExpressibleError, Overrides
 
 DEGREE_PATTERNS = {
@@ -62,14 +63,17 @@ class MicroBatches:
 
     def list_settings(self, ranks_per_copy: int) -> list[dict[str, str]]:
         """Overrides of each run."""
-        return [
-            {
-                "batch_size_per_gpu": str(self.size * count // math.gcd(self.size * count, ranks_per_copy)),
-                "strategy.micro_batches": str(count),
-                "strategy.ranks_per_batch": str(ranks_per_copy // math.gcd(self.size * count, ranks_per_copy)),
-            }
-            for count in self.simulated
-        ]
+        settings = []
+        for count in self.simulated:
+            batch, ranks = share_sequences(self.size * count, ranks_per_copy)
+            settings.append(
+                {
+                    "batch_size_per_gpu": str(batch),
+                    "strategy.micro_batches": str(count),
+                    "strategy.ranks_per_batch": str(ranks),
+                }
+            )
+        return settings
 
 
 def read_degrees(text: str) -> dict[str, int]:
@@ -154,14 +158,14 @@ def count_ranks_per_copy(settings: Mapping[str, str]) -> int:
 
 def divide_batch(settings: Mapping[str, str], batch: int, degree: int) -> dict[str, str]:
     """Overrides where `degree` ranks share layers and `batch` sequences: a mesh, if that is no whole number each."""
-    sharing = math.gcd(batch, degree)
-    divided = {**settings, "batch_size_per_gpu": str(batch // sharing)}
-    if sharing == degree:
+    batch_per_gpu, ranks_per_batch = share_sequences(batch, degree)
+    divided = {**settings, "batch_size_per_gpu": str(batch_per_gpu)}
+    if ranks_per_batch == 1:
         return divided
     if divided["strategy"] == "tensor_parallel":
         divided |= {"strategy": "mesh", "strategy.tensor": divided.pop("strategy.degree")}
         divided["strategy.data"] = divided.pop("strategy.data_parallel", "fsdp")
-    return {**divided, "strategy.ranks_per_batch": str(degree // sharing)}
+    return {**divided, "strategy.ranks_per_batch": str(ranks_per_batch)}
 
 
 def plan_micro_batches(settings: Mapping[str, str], size: int, count: int) -> MicroBatches:

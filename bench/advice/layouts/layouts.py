@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -12,6 +11,7 @@ from bench.config.global_batch import MAX_ACCUMULATION
 from bench.config.grid import RunSettings
 from bench.config.run_config import RunConfig
 from bench.models import Family
+from bench.strategies.mesh.layout import share_sequences
 from bench.strategies.mesh.model import DDP_KIND, FSDP_KIND, ZERO1_KIND
 from bench.strategies.pipeline.balance import find_balance
 from bench.strategies.pipeline.schedule import INTERLEAVED, ONE_F_ONE_B, ZERO_BUBBLE_V
@@ -113,8 +113,7 @@ class Layout:
             settings["strategy.reshard_after_forward"] = str(self.reshards).lower()
         ranks_per_copy = self.tensor * self.pipeline * self.context
         sequences = self.micro_batch * (self.micro_batches if self.pipeline > 1 else 1)
-        batch = sequences // math.gcd(sequences, ranks_per_copy)
-        ranks_per_batch = batch * ranks_per_copy // sequences
+        batch, ranks_per_batch = share_sequences(sequences, ranks_per_copy)
         if ranks_per_batch > 1:
             settings["strategy.ranks_per_batch"] = str(ranks_per_batch)
         if self.schedule is not None:

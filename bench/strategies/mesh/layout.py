@@ -178,3 +178,9 @@ class RankMesh:
         if len(names) == 1:
             return self._root[names[0]]
         return self._root[tuple(names)]._flatten("_".join(names))
+
+
+def share_sequences(sequences: int, ranks: int) -> tuple[int, int]:
+    """`batch_size_per_gpu` and `ranks_per_batch` with which so many ranks read so many sequences together."""
+    sharing = math.gcd(sequences, ranks)
+    return sequences // sharing, ranks // sharing
