@@ -1,7 +1,7 @@
 """Imported, it makes this process one of a CUDA build, in which touching CUDA spoils whatever is forked afterwards.
 
 As in a real one, `torch.cuda._is_in_bad_fork` is true in a process forked from one that has touched CUDA. A forked
-process is a CPU build's again, so that it can compute.
+process is a CPU build's again, so that it can compute, and its rank is one that needs CUDA.
 """
 
 from __future__ import annotations
@@ -67,6 +67,8 @@ def _restore_cpu_build() -> None:
     for (module, name), value in _real_attributes.items():
         if name != "_is_in_bad_fork":
             setattr(module, name, value)
+    if rank_module := sys.modules.get("bench.rank.run_rank"):
+        rank_module.needs_cuda = lambda config: True  # type: ignore[attr-defined]
 
 
 for (_module, _name), _value in zip(_real_attributes, _fake_attributes, strict=True):

@@ -68,6 +68,11 @@ class RankOutcome:
     failed_at: float | None = None
 
 
+def needs_cuda(config: RunConfig) -> bool:
+    """Not on a CPU, where a rank also runs if something imported has asked a CUDA build of torch for its devices."""
+    return config.hardware.torch_device == "cuda"
+
+
 def run_rank(
     config: RunConfig,
     coordinates: RankCoordinates,
@@ -137,7 +142,7 @@ def run_rank(
         return engine, batches
 
     try:
-        if torch.cuda._is_in_bad_fork():
+        if needs_cuda(config) and torch.cuda._is_in_bad_fork():
             raise RuntimeError(
                 "this rank was forked from a process that had started CUDA, and cannot use it: something that was "
                 "imported there did. Report this as a fault of the suite, with the packages that are installed."

@@ -31,6 +31,7 @@ from bench.launch.task import LaunchTask
 from bench.launch.worker import Worker
 from bench.prediction.predictor import predict_run
 from bench.prediction.trace import trace_cache
+from bench.rank import run_rank
 from bench.rank.run_rank import RankOutcome
 from tests.conftest import ROOT, SMALL_GPT, SMALL_T5, compose_run_config, needs
 from tests.fake_model import build_marked_environment, find_marked_processes, wait_until
@@ -128,6 +129,7 @@ def test_a_rank_forked_after_cuda_was_touched_says_so(tmp_path):
 @pytest.mark.slow
 def test_a_forked_rank_refuses_what_it_cannot_use(tmp_path, monkeypatch):
     monkeypatch.setattr("torch.cuda._is_in_bad_fork", lambda: True)
+    monkeypatch.setattr(run_rank, "needs_cuda", lambda config: True)
     monkeypatch.setattr(processes, "can_reach_gpus", lambda: False)
     with StopSignal() as stop:
         asked = {"launcher": "local", "sweep": "test", "time_limit_s": 100, "stop": stop, "log_to_file": True}
