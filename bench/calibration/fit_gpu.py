@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from bench.calibration.fit_processor import fit_least_squares
-from bench.calibration.kernels import ELEMENTWISE_OPERATOR, KERNEL_SAMPLE
+from bench.calibration.kernels import ELEMENTWISE_OPERATOR, FORWARD, KERNEL_SAMPLE
 from bench.calibration.parts import SingleDeviceSpeeds, predict_kernel_seconds
-from bench.calibration.sample import ATTENTION, LAUNCH, MATMUL, MEMORY, OPERATOR, CalibrationSample
+from bench.calibration.sample import ATTENTION, LAUNCH, MATMUL, MEMORY, OPERATOR, SUSTAINED, CalibrationSample
 from bench.calibration.steps import STEP_SAMPLE
 from bench.core.errors import UsageError
 from bench.hardware import Hardware
@@ -76,7 +76,33 @@ def fit_gpu(samples: Sequence[CalibrationSample], base: Hardware) -> SingleDevic
     )
     speeds_with_products = _fit_products(matmul_samples, initial_speeds, base)
     attention_samples = [sample for sample in samples_by_kind[ATTENTION] if sample.format in base.peak_tflops]
-    return _fit_attention(attention_samples, speeds_with_products, base) if attention_samples else speeds_with_products
+    burst_speeds = (
+        _fit_attention(attention_samples, speeds_with_products, base) if attention_samples else speeds_with_products
+    )
+    return _set_sustained_shares(burst_speeds, samples)
+
+
+def _set_sustained_shares(burst_speeds: SingleDeviceSpeeds, samples: Sequence[CalibrationSample]) -> SingleDeviceSpeeds:
+    """The same with what is kept up of products, by their format, and of attention: of the speed of the same operation
+    in short bursts."""
+    burst_s = {
+        (sample.kind, sample.format, sample.dims): sample.median_s for sample in samples if sample.name == FORWARD
+    }
+    shares: dict[str, dict[str, float]] = {MATMUL: {}, ATTENTION: {}}
+    for sample in samples:
+        if sample.kind == SUSTAINED:
+            burst_share = burst_s[sample.name, sample.format, sample.dims] / sample.median_s
+            shares[sample.name][sample.format] = _round_significant(min(1.0, burst_share))
+    assert burst_speeds.matmul is not None
+    attention = burst_speeds.attention
+    if attention is not None and shares[ATTENTION]:
+        kept_up = min(shares[ATTENTION].values())
+        kernels = {
+            name: dataclasses.replace(kernel, sustained_share=kept_up) for name, kernel in attention.kernels.items()
+        }
+        attention = dataclasses.replace(attention, kernels=kernels)
+    matmul = dataclasses.replace(burst_speeds.matmul, sustained_share=shares[MATMUL])
+    return dataclasses.replace(burst_speeds, matmul=matmul, attention=attention)
 
 
 def _choose_workspace_mib(base: Hardware) -> float:

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from bench.calibration.sample import ATTENTION, LAUNCH, MATMUL, MEMORY, CalibrationSample, CallTimer, build_timer
+from bench.calibration.sample import (
+    ATTENTION,
+    LAUNCH,
+    MATMUL,
+    MEMORY,
+    SUSTAINED,
+    CalibrationSample,
+    CallTimer,
+    TimedCall,
+    build_timer,
+)
 from bench.core.precision import TORCH_DTYPE_NAMES, Precision, get_torch_dtype
 from bench.core.units import MIB
 from bench.optimizers import UpdatedTensor, load_optimizer
@@ -74,6 +86,16 @@ OPERAND_SETS = 3
 REPETITIONS, QUICK_REPETITIONS = 9, 5
 
 
+def _time_each(
+    calls_and_samples: Iterable[tuple[list[TimedCall], CalibrationSample]], device: torch.device, *, quick: bool
+) -> list[CalibrationSample]:
+    timer, repetitions = build_timer(device), QUICK_REPETITIONS if quick else REPETITIONS
+    return [
+        dataclasses.replace(sample, seconds=timer.time_repetitions(calls, repetitions))
+        for calls, sample in calls_and_samples
+    ]
+
+
 def measure_attention(
     device: torch.device, *, quick: bool, on_progress: Callable[[str], None]
 ) -> list[CalibrationSample]:
@@ -85,15 +107,16 @@ def measure_attention(
         on_progress(f"attention in {format_}")
         with use_format(format_):
             for shape in ATTENTION_SHAPES[device.type][:: 2 if quick else 1]:
-                samples += list(_time_passes(shape, format_, device, QUICK_REPETITIONS if quick else REPETITIONS))
+                samples += _time_each(_list_passes(shape, format_, device), device, quick=quick)
     return samples
 
 
-def _time_passes(
-    shape: tuple[int, int, int, int], format_: str, device: torch.device, repetitions: int
-) -> Iterator[CalibrationSample]:
+def _list_passes(
+    shape: tuple[int, int, int, int], format_: str, device: torch.device
+) -> Iterator[tuple[list[TimedCall], CalibrationSample]]:
+    """Calls of the forward pass and of the backward pass, each with its sample, not timed yet."""
     batch_size, heads, sequence_length, head_dim = shape
-    dtype, timer = find_operand_dtype(format_), build_timer(device)
+    dtype = find_operand_dtype(format_)
 
     def make_operands() -> list[torch.Tensor]:
         random_tensors = (torch.randn(batch_size, heads, sequence_length, head_dim, device=device) for _ in range(3))
@@ -105,8 +128,10 @@ def _time_passes(
     operand_sets = [make_operands() for _ in range(OPERAND_SETS)]
     outputs = [attend(*operand_set) for operand_set in operand_sets]
     gradients = [torch.randn_like(output) for output in outputs]
-    forward_calls = [partial(attend, *(tensor.detach() for tensor in operand_set)) for operand_set in operand_sets]
-    backward_calls = [
+    forward_calls: list[TimedCall] = [
+        partial(attend, *(tensor.detach() for tensor in operand_set)) for operand_set in operand_sets
+    ]
+    backward_calls: list[TimedCall] = [
         partial(torch.autograd.grad, *arguments, retain_graph=True)
         for arguments in zip(outputs, operand_sets, gradients, strict=True)
     ]
@@ -116,14 +141,17 @@ def _time_passes(
         (FORWARD, forward_calls, ATTENTION_FORWARD_MATMULS, 4),
         (BACKWARD, backward_calls, ATTENTION_BACKWARD_MATMULS, 8),
     ):
-        yield CalibrationSample(
-            kind=ATTENTION,
-            name=name,
-            format=format_,
-            dims=(batch_size, heads, sequence_length, sequence_length, head_dim),
-            flops=product_flops * product_count / 2,
-            bytes_moved=tensor_count * tensor_bytes,
-            seconds=timer.time_repetitions(calls, repetitions),
+        yield (
+            calls,
+            CalibrationSample(
+                kind=ATTENTION,
+                name=name,
+                format=format_,
+                dims=(batch_size, heads, sequence_length, sequence_length, head_dim),
+                flops=product_flops * product_count / 2,
+                bytes_moved=tensor_count * tensor_bytes,
+                seconds=(),
+            ),
         )
 
 
@@ -151,14 +179,15 @@ def measure_matmul(device: torch.device, *, quick: bool, on_progress: Callable[[
         shapes = MATMUL_SHAPES[::2] if quick else MATMUL_SHAPES
         with use_format(format_):
             for shape in shapes:
-                samples += list(_time_products(shape, format_, device, QUICK_REPETITIONS if quick else REPETITIONS))
+                samples += _time_each(_list_products(shape, format_, device), device, quick=quick)
     return samples
 
 
-def _time_products(
-    shape: Sequence[int], format_: str, device: torch.device, repetitions: int
-) -> Iterator[CalibrationSample]:
-    """The three products of a linear layer: of these tokens, from one width to another."""
+def _list_products(
+    shape: Sequence[int], format_: str, device: torch.device
+) -> Iterator[tuple[list[TimedCall], CalibrationSample]]:
+    """The three products of a linear layer, of these tokens, from one width to another: calls of each, and its sample,
+    not timed yet."""
     tokens, input_width, output_width = shape
     dtype = find_operand_dtype(format_)
     bytes_moved = float(dtype.itemsize * (tokens * input_width + input_width * output_width + tokens * output_width))
@@ -169,7 +198,7 @@ def _time_products(
     )
     # Name, operands, and rows, columns and inner dimension; the left operand is transposed in the last.
     layouts = (
-        ("forward", inputs, [weight.t() for weight in weights], (tokens, output_width, input_width)),
+        (FORWARD, inputs, [weight.t() for weight in weights], (tokens, output_width, input_width)),
         ("gradient of the input", gradients, weights, (tokens, input_width, output_width)),
         (
             "gradient of the weight",
@@ -179,16 +208,70 @@ def _time_products(
         ),
     )
     for name, left, right, (rows, columns, depth) in layouts:
-        calls = [lambda a=a, b=b: torch.mm(a, b) for a, b in zip(left, right, strict=True)]
-        yield CalibrationSample(
-            kind=MATMUL,
-            name=name,
-            format=format_,
-            dims=(1, rows, columns, depth, int(left is layouts[2][1])),
-            flops=2.0 * rows * columns * depth,
-            bytes_moved=bytes_moved,
-            seconds=build_timer(device).time_repetitions(calls, repetitions),
+        yield (
+            [partial(torch.mm, a, b) for a, b in zip(left, right, strict=True)],
+            CalibrationSample(
+                kind=MATMUL,
+                name=name,
+                format=format_,
+                dims=(1, rows, columns, depth, int(left is layouts[2][1])),
+                flops=2.0 * rows * columns * depth,
+                bytes_moved=bytes_moved,
+                seconds=(),
+            ),
         )
+
+
+# --- What a power limit leaves of products and attention, once it sets the clocks.
+
+SUSTAINED_PRODUCT = (16384, 2048, 8192)
+SUSTAINED_ATTENTION = (4, 16, 2048, 128)
+"""Shapes as in `MATMUL_SHAPES` and `ATTENTION_SHAPES`."""
+
+SUSTAINED_S, QUICK_SUSTAINED_S = 3.0, 1.0
+"""Seconds that each is kept up: clocks of an H100 settle in one (results/calibration/h100_power.csv)."""
+
+SETTLED_SHARE = 0.5
+"""Of these, the last part that counts."""
+
+
+def measure_sustained(
+    device: torch.device, *, quick: bool, on_progress: Callable[[str], None]
+) -> list[CalibrationSample]:
+    """Time a product and fused attention on a GPU, in every format that has Tensor Cores: in a burst, then for
+    seconds."""
+    samples: list[CalibrationSample] = []
+    for format_ in list_formats(device) if device.type == "cuda" else ():
+        if format_ == "fp32":
+            continue
+        on_progress(f"what is kept up in {format_}")
+        sustained_s = QUICK_SUSTAINED_S if quick else SUSTAINED_S
+        with use_format(format_):
+            kept_up = [_list_products(SUSTAINED_PRODUCT, format_, device)]
+            if format_ != "tf32":
+                kept_up.append(_list_passes(SUSTAINED_ATTENTION, format_, device))
+            for calls_and_samples in kept_up:
+                first = list(itertools.islice(calls_and_samples, 1))
+                samples += _time_each(first, device, quick=quick)
+                samples += [_keep_up(calls, sample, device, sustained_s) for calls, sample in first]
+    return samples
+
+
+def _keep_up(
+    calls: list[TimedCall], burst: CalibrationSample, device: torch.device, sustained_s: float
+) -> CalibrationSample:
+    """The same operation again and again, and how long it takes in the end."""
+    timer, seconds, elapsed_s = build_timer(device), [], 0.0
+    while elapsed_s < sustained_s:
+        stretch_s = timer.time_calls(calls * KEPT_UP_TOGETHER)
+        seconds.append(stretch_s / (len(calls) * KEPT_UP_TOGETHER))
+        elapsed_s += stretch_s
+    settled = seconds[int(len(seconds) * (1 - SETTLED_SHARE)) :]
+    return dataclasses.replace(burst, kind=SUSTAINED, name=burst.kind, seconds=tuple(settled))
+
+
+KEPT_UP_TOGETHER = 10
+"""Times that all calls are started before the processor waits for them."""
 
 
 # --- Memory: how fast large tensors are read and written.

@@ -63,8 +63,23 @@ class SingleDeviceSpeeds:
 
 
 def predict_kernel_seconds(samples: Sequence[CalibrationSample], hardware: Hardware) -> FloatArray:
-    """Seconds that predictions come to for matrix products, attention and operators of one format."""
-    return compute_kernel_seconds(build_kernels(samples), hardware, build_precision(samples[0].format))
+    """Seconds that predictions come to for matrix products, attention and operators of one format, in short bursts."""
+    return compute_kernel_seconds(
+        build_kernels(samples), _lift_power_limit(hardware), build_precision(samples[0].format)
+    )
+
+
+def _lift_power_limit(hardware: Hardware) -> Hardware:
+    """The same without what its power limit takes from operations that last."""
+    speeds = hardware.speeds
+    assert speeds is not None
+    matmul, attention = speeds.matmul, speeds.attention
+    if matmul is not None:
+        matmul = dataclasses.replace(matmul, sustained_share={})
+    if attention is not None:
+        kernels = {name: dataclasses.replace(kernel, sustained_share=1.0) for name, kernel in attention.kernels.items()}
+        attention = dataclasses.replace(attention, kernels=kernels)
+    return dataclasses.replace(hardware, speeds=dataclasses.replace(speeds, matmul=matmul, attention=attention))
 
 
 def build_kernels(samples: Sequence[CalibrationSample]) -> KernelArrays:

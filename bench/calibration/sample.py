@@ -10,16 +10,17 @@ from dataclasses import dataclass
 
 import torch
 
-MATMUL, ATTENTION, MEMORY, OPERATOR, OPTIMIZER, LAUNCH, COLLECTIVE = (
+MATMUL, ATTENTION, SUSTAINED, MEMORY, OPERATOR, OPTIMIZER, LAUNCH, COLLECTIVE = (
     "matmul",
     "attention",
+    "sustained",
     "memory",
     "operator",
     "optimizer",
     "launch",
     "collective",
 )
-SAMPLE_KINDS = (MATMUL, ATTENTION, MEMORY, OPERATOR, OPTIMIZER, LAUNCH, COLLECTIVE)
+SAMPLE_KINDS = (MATMUL, ATTENTION, SUSTAINED, MEMORY, OPERATOR, OPTIMIZER, LAUNCH, COLLECTIVE)
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,8 @@ class CalibrationSample:
     kind: str
     """One of `SAMPLE_KINDS`."""
     name: str
-    """Operator (``mm``, ``gelu_backward``), optimizer and its implementation, or collective (``all-gather``)."""
+    """Operator (``mm``, ``gelu_backward``), optimizer and its implementation, or collective (``all-gather``). Of what
+    is kept up for seconds: the kind that was timed in short bursts before."""
     format: str
     """fp32, tf32, bf16 or fp16; ``bytes`` for collectives."""
     dims: tuple[int, ...]

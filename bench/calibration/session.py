@@ -15,7 +15,14 @@ from bench.calibration.collectives import measure_collectives
 from bench.calibration.fit_compute import fit_compute
 from bench.calibration.fit_links import fit_links
 from bench.calibration.hardware_file import BaselineHardware, CalibrationProvenance, build_calibrated_hardware
-from bench.calibration.kernels import list_formats, measure_attention, measure_launch, measure_matmul, measure_memory
+from bench.calibration.kernels import (
+    list_formats,
+    measure_attention,
+    measure_launch,
+    measure_matmul,
+    measure_memory,
+    measure_sustained,
+)
 from bench.calibration.noise import Disturbance, ProcessorWait, find_disturbances, time_reference
 from bench.calibration.processes import CalibrationProcess, run_local_processes
 from bench.calibration.sample import CalibrationSample
@@ -59,6 +66,7 @@ def measure_compute(
             *measure_steps(device, list_formats(device), quick=quick, on_progress=on_progress),
             *(measure_matmul(device, quick=quick, on_progress=on_progress) if device.type == "cuda" else ()),
             *measure_attention(device, quick=quick, on_progress=on_progress),
+            *measure_sustained(device, quick=quick, on_progress=on_progress),
             *measure_memory(device, quick=quick, on_progress=on_progress),
         ]
     finally:

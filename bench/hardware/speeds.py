@@ -38,8 +38,8 @@ class MatmulSpeed:
     sustained_share: dict[Annotated[str, OneOf(*NUMBER_FORMATS)], Annotated[float, SHARE_BOUNDS]] = field(
         default_factory=dict
     )
-    """Share of the speed of short bursts that is left when the device trains for hours and its power limit sets the
-    clocks (`bench.hardware.sustained_clocks`), per format; 1 where a format is missing."""
+    """Share of the speed of short bursts that products keep up which run alone, for seconds, when the power limit sets
+    the clocks (`bench.hardware.sustained_clocks`), per format; 1 where a format is missing."""
     unaligned_share: dict[Annotated[str, OneOf("2", "4", "8")], Annotated[float, SHARE_BOUNDS]] = field(
         default_factory=dict
     )
@@ -47,7 +47,7 @@ class MatmulSpeed:
     multiples of 16 bytes, by the bytes that they do begin at multiples of; 1 where a number is missing."""
 
     def compute_reached_share(self, format_: str) -> float | None:
-        """Share of the dense peak that large products reach while training; None where the format is unknown."""
+        """Share of the dense peak that large products keep up alone; None where the format is unknown."""
         efficiency = self.efficiency.get(format_)
         return None if efficiency is None else efficiency * self.sustained_share.get(format_, 1.0)
 
@@ -158,6 +158,12 @@ class MemoryOutsideAllocator:
     """NCCL's buffers, per process group that communicates."""
 
 
+MANY_GPUS_SHARE = 0.91
+"""What no microbenchmark of one GPU shows: ranks wait for the slowest of them, and collectives take power and
+multiprocessors. The one number of kernels that was chosen on training runs, for all devices and formats: with it rows
+of llm-foundry and the FSDP paper at 8 to 512 GPUs are as often predicted too fast as too slow."""
+
+
 @dataclass(frozen=True)
 class HardwareSpeeds:
     """Everything the simulation knows of a device's speed beyond its peaks."""
@@ -179,6 +185,8 @@ class HardwareSpeeds:
     of the operator, or name and format (``tanh bf16``). Null for the rough shares of `….OPERATOR_BANDWIDTH_SHARES`."""
     processor: ProcessorSpeed | None = None
     """Of a CPU; null for a GPU."""
+    many_gpus_share: Annotated[float, SHARE_BOUNDS] = MANY_GPUS_SHARE
+    """Share of a lone GPU's speed at matrix products and attention that each has in a run of several."""
 
     def __post_init__(self) -> None:
         if self.processor is None and (self.matmul is None or self.attention is None):

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-SUSTAINED_SHARE_AT_ONE_WATT = 0.835
-"""Share of a burst's speed that is left at 1 W of board power per TFLOP/s of that burst. Fitted to matrix products in
-training layouts, which were timed at length (SimuMax), against bursts on the same chips (aiconfigurator): A100 PCIe
-0.85, B200 0.82. No training row was used."""
+import numpy as np
+import numpy.typing as npt
+
+SUSTAINED_SHARE_AT_ONE_WATT = 0.852
+"""Share of a burst's speed that is left at 1 W of board power per TFLOP/s of that burst, for products that run alone.
+The mean of three chips: A100 PCIe 0.85 and B200 0.82 (matrix products in training layouts that were timed at length,
+SimuMax, against bursts on the same chips, aiconfigurator), and an H100 SXM 0.886 (products of 8192 x 8192 x 8192 after
+3 s: results/calibration/h100_power.csv). No training row was used."""
 
 POWER_EXPONENT = 1 / 3
 """Dynamic power grows with the cube of the clock where the voltage follows it (Chandrakasan et al. 1992, IEEE Journal
 of Solid-State Circuits 27(4))."""
 
-TRAINING_SHARE = 0.96
-"""Share of the speed of lasting matrix products that they have within steps of training: what no microbenchmark of one
-kernel shows. The one number of kernels that was chosen on training runs, for all devices and formats: rows of
-llm-foundry and the FSDP paper at 8 and 128 GPUs were predicted 3 to 4 % too fast at the median without it."""
+MEMORY_BOUND_POWER_SHARE = 0.75
+"""Share of its board's power limit that a device draws whose kernels wait for memory, or use no Tensor Cores: an H100
+that copied for 3 s, at its highest clocks, drew 526 of 700 W (results/calibration/h100_power.csv)."""
 
+CLOCK_BISECTIONS = 20
 
 TYPICAL_HEAD_DIMENSION = 128
 """At which the power that an attention kernel draws is estimated."""
@@ -26,11 +30,6 @@ TYPICAL_HEAD_DIMENSION = 128
 def compute_typical_attention_share(kernel: Mapping[str, float]) -> float:
     """Share of the device's peak that an attention kernel reaches in bursts with heads of a usual size."""
     return kernel["forward"] * TYPICAL_HEAD_DIMENSION / (TYPICAL_HEAD_DIMENSION + kernel["half_width"])
-
-
-def compute_training_share(board_power_w: float, burst_tflops: float) -> float:
-    """Share of a burst's speed that matrix products have in training; parameters as `compute_sustained_share`."""
-    return TRAINING_SHARE * compute_sustained_share(board_power_w, burst_tflops)
 
 
 def compute_sustained_share(board_power_w: float, burst_tflops: float) -> float:
@@ -44,3 +43,36 @@ def compute_sustained_share(board_power_w: float, burst_tflops: float) -> float:
         16-bit TFLOP/s of the kernel in short bursts.
     """
     return min(1.0, SUSTAINED_SHARE_AT_ONE_WATT * (board_power_w / burst_tflops) ** POWER_EXPONENT)
+
+
+def compute_clock_share(burst_seconds: npt.NDArray[np.float64], sustained_shares: npt.NDArray[np.float64]) -> float:
+    """Share of the clocks of a burst at which the kernels of a step draw what the board may, on average over all of it.
+
+    Kernels that would be slowed if they ran alone draw ``(clock / sustained share) ** (1 / POWER_EXPONENT)`` of the
+    limit and take ``1 / clock`` of their burst; all others draw `MEMORY_BOUND_POWER_SHARE` of it and take as long as
+    ever. So products beside which there is much to copy are slowed less than products alone are.
+
+    Parameters
+    ----------
+    burst_seconds: array
+        Of each kernel of a step.
+    sustained_shares: array
+        Of a burst's speed that each keeps up alone: 1 for those that draw too little to be slowed.
+    """
+    is_limited = sustained_shares < 1
+    limited_seconds = burst_seconds[is_limited].sum()
+    if not limited_seconds:
+        return 1.0
+    burst_energy = (burst_seconds[is_limited] * sustained_shares[is_limited] ** (-1 / POWER_EXPONENT)).sum()
+    spare_energy = (1 - MEMORY_BOUND_POWER_SHARE) * burst_seconds[~is_limited].sum()
+
+    def exceeds_limit(clock: float) -> bool:
+        return bool(burst_energy * clock ** (1 / POWER_EXPONENT - 1) > limited_seconds / clock + spare_energy)
+
+    if not exceeds_limit(1.0):
+        return 1.0
+    low, high = float(sustained_shares.min()), 1.0
+    for _ in range(CLOCK_BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if exceeds_limit(middle) else (middle, high)
+    return (low + high) / 2

@@ -19,7 +19,7 @@ from bench.core.installation import DATA_FOLDER
 from bench.core.option_files import find_option_file
 from bench.hardware import Hardware
 from bench.hardware.hardware_file import GROUP, read_hardware_file
-from bench.prediction.prediction import FITS, MemoryPrediction, PredictedRange, Prediction
+from bench.prediction.prediction import FITS, MemoryPrediction, PredictedRange, Prediction, TimePrediction
 from bench.prediction.simulation.device_memory import predict_fit
 
 INTERVALS_FILE = DATA_FOLDER / "results" / "predicted" / "intervals.json"
@@ -34,8 +34,30 @@ DEVICE_CLASSES = (TRAINING_ROWS, MICROBENCHMARKS, DERIVED)
 or it is assumed or derived from another device."""
 
 COMPLETE, ROUGH, LAYOUTS = "complete", "rough", "layouts"
-"""Whether everything that decides a row was stated; a user's own question is complete. Layouts with tensor, pipeline,
-context or expert parallelism have a class of their own, whatever was stated."""
+"""Whether everything that decides a row was stated, and was measured by somebody (`is_time_known`); a user's own
+question is as if all were stated. Layouts with tensor, pipeline, context or expert parallelism have a class of their
+own, whatever was stated."""
+
+MAX_LAUNCH_SHARE = 0.1
+"""Of a step, waiting for the processor: with more, how fast that one is decides."""
+
+ROUGH_FAMILIES = ("dhen",)
+"""Models whose kernels nobody timed."""
+
+
+def is_time_known(config: RunConfig, time: TimePrediction) -> bool:
+    """Whether what decides a step's time was measured, by microbenchmarks or on training runs.
+
+    Not known are the processor and the memory of the machine around a GPU, which differ by machine, kernels of TF32
+    whose rows are not aligned, and `ROUGH_FAMILIES`. The interval of such a time is that of rough rows.
+    """
+    waited_s = 0.0 if is_layout(config) else time.bubble_s - time.retry_s
+    return not (
+        config.uses_host_memory
+        or config.precision.tf32
+        or config.model.family in ROUGH_FAMILIES
+        or waited_s > MAX_LAUNCH_SHARE * time.step_s.value
+    )
 
 
 @dataclass(frozen=True)
@@ -105,9 +127,10 @@ def add_intervals(config: RunConfig, prediction: Prediction) -> Prediction:
     device_class = classify_hardware(config.hardware)
     time = prediction.time
     if time is not None:
-        time = dataclasses.replace(
-            time, step_s=find_factors(STEP_TIME, device_class, is_layout=is_layout(config)).widen(time.step_s)
+        factors = find_factors(
+            STEP_TIME, device_class, is_complete=is_time_known(config, time), is_layout=is_layout(config)
         )
+        time = dataclasses.replace(time, step_s=factors.widen(time.step_s))
     memory = _add_memory_intervals(prediction.memory, device_class, is_complete=True, is_layout=is_layout(config))
     return dataclasses.replace(prediction, memory=memory, time=time)
 

@@ -42,7 +42,12 @@ from bench.prediction.simulation.step import (
     build_other_device_segments,
     simulate_step,
 )
-from bench.prediction.trace.chunks import SegmentAtBatch, build_chunks, find_segment_block_positions
+from bench.prediction.trace.chunks import (
+    SegmentAtBatch,
+    build_chunks,
+    count_segment_repetitions,
+    find_segment_block_positions,
+)
 from bench.prediction.trace.scaled_trace import (
     ScaledTrace,
     compute_offloaded_bytes,
@@ -290,11 +295,10 @@ def _simulate_rank(
     simulated_rank.allocate("micro-batches", compute_inputs_bytes(config, scaled_trace), "activations")
     simulated_rank.allocate("model's buffers", count_buffer_bytes(config.trained_model, config.gpus), PARAMETER_MEMORY)
     layer_groups = rank_speed.list_layer_groups(config)
-    segments = build_segments(
-        key, config.sequences_per_device, HashableHardware(config.hardware), layer_groups, _find_transfer_speed(config)
-    )
+    hardware = rank_speed.build_hashable_hardware(config)
+    segments = build_segments(key, config.sequences_per_device, hardware, layer_groups, _find_transfer_speed(config))
     if config.devices_per_process > 1:
-        batch_segments = build_segments(key, config.sequences_per_rank, HashableHardware(config.hardware), layer_groups)
+        batch_segments = build_segments(key, config.sequences_per_rank, hardware, layer_groups)
         segments = build_first_device_segments(segments, batch_segments, config.devices_per_process)
     _simulate_planned_step(config, simulated_rank, plan, segments)
     return simulated_rank
@@ -310,7 +314,10 @@ def _simulate_other_device(config: RunConfig) -> SimulatedRank:
     assert plan is not None
     simulated_rank = SimulatedRank(rank_speed.RankSpeed())
     segments = build_segments(
-        key, config.sequences_per_device, HashableHardware(config.hardware), rank_speed.list_layer_groups(config)
+        key,
+        config.sequences_per_device,
+        rank_speed.build_hashable_hardware(config),
+        rank_speed.list_layer_groups(config),
     )
     _simulate_planned_step(config, simulated_rank, plan, build_other_device_segments(segments))
     return simulated_rank
@@ -373,14 +380,15 @@ def build_segments(
     scaled_trace = load_scaled_trace(key, list_traced_batch_sizes(batch_size, is_compiled=key.compile))
     batch_weight = scaled_trace.compute_batch_weight(batch_size)
     segment_kernels = [scale_kernels(scaled_segment, batch_weight) for scaled_segment in scaled_trace.segments]
+    block_counts = build_parameter_layout(key.family, 1, key.precision.scales_loss, key.split).block_counts
+    block_positions = find_segment_block_positions(scaled_trace.segments, block_counts, key.block_period)
     segment_seconds = rank_speed.compute_seconds_per_segment(
         hashable_hardware.hardware,
         key.precision,
         segment_kernels,
         key.family.count_expert_tokens(key.sequence_length),
+        count_segment_repetitions(scaled_trace.segments, block_positions),
     )
-    block_counts = build_parameter_layout(key.family, 1, key.precision.scales_loss, key.split).block_counts
-    block_positions = find_segment_block_positions(scaled_trace.segments, block_counts, key.block_period)
     time_collective = rank_speed.build_layer_collective_timer(
         hashable_hardware.hardware, key.precision, layer_groups, transfer_s_per_byte
     )

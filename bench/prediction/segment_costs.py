@@ -11,7 +11,6 @@ from bench.prediction.run_inputs import build_trace_key
 from bench.prediction.simulation.parameter_layout import build_parameter_layout
 from bench.prediction.trace.chunks import expand_to_full_depth
 from bench.prediction.trace.trace import LOSS_PLACE
-from bench.prediction.trace.trace_cache import HashableHardware
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,9 @@ class SegmentCosts:
 def list_segment_costs(config: RunConfig, batch_size: int) -> list[SegmentCosts]:
     """Of every pass of a run's micro-batches with so many sequences, at the model's true depth."""
     key = build_trace_key(config)
-    segments = build_segments(key, batch_size, HashableHardware(config.hardware), rank_speed.list_layer_groups(config))
+    segments = build_segments(
+        key, batch_size, rank_speed.build_hashable_hardware(config), rank_speed.list_layer_groups(config)
+    )
     costs = {
         id(segment): SegmentCosts(
             sum(chunk.seconds for chunk in segment.chunks),

@@ -28,6 +28,8 @@ PARAMETER_MEMORY, GRADIENT_MEMORY, OPTIMIZER_MEMORY, ALL_GATHER_MEMORY, REDUCTIO
 """What memory is held for."""
 
 COMPUTE_STREAM = "compute"
+REDUCE_INPUT = "reduce input"
+"""Name of the copy, by ``torch._chunk_cat``, of gradients into what FSDP2 reduces."""
 
 ALL_GATHER_STREAM, REDUCE_STREAM, REPLICA_STREAM = "gather", "reduce", "replicate"
 """Streams that communicate beside the one that computes."""

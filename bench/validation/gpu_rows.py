@@ -14,7 +14,7 @@ from bench.config.run_config import RunConfig, build_run_config
 from bench.core.errors import UsageError
 from bench.core.installation import DATA_FOLDER
 from bench.core.units import GIB
-from bench.prediction.intervals import INTERVAL_METRICS
+from bench.prediction.intervals import COMPLETE, INTERVAL_METRICS, ROUGH, is_time_known
 from bench.prediction.prediction import DOES_NOT_FIT, PredictedRange, Prediction
 from bench.prediction.predictor import predict_runs
 from bench.records import Record
@@ -28,7 +28,7 @@ STEP_TIME, ALLOCATED, RESERVED, DEVICE_USED = QUANTITIES = ("step_time", "alloca
 
 INTERVAL_METRIC_BY_QUANTITY = dict(zip(QUANTITIES, INTERVAL_METRICS, strict=True))
 
-MEASURED_STORES = ("h200",)
+MEASURED_STORES = ("h200", "h100")
 """Below results/measured: those of GPUs."""
 
 PAGE_HEAD = """# {gpu}: measured, rehearsed and predicted
@@ -37,8 +37,7 @@ PAGE_HEAD = """# {gpu}: measured, rehearsed and predicted
 
 **Before** is what was predicted before anything had run there{versions}; **now** is what is predicted today, and some
 of what today's predictor knows it learned from these rows (`results/measured/README.md` says which).
-Above 0, less was measured than predicted. Of rehearsals only allocated memory is compared: their steps wait for nobody,
-and they reserved more than a real run, since their collectives kept memory from being used again (mended since).
+Above 0, less was measured than predicted.{rehearsals}
 
 | | runs | before: mean | worst | within the interval | now: mean | worst | within the interval |
 |---|--:|--:|--:|--:|--:|--:|--:|
@@ -50,6 +49,10 @@ Of {num_ooms} runs that ran out of memory {num_foreseen} had been predicted to, 
 | run | checkpointing | outcome | ms/step | before | now | allocated GiB | before | now | reserved GiB | before | now |
 |---|---|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|
 """
+
+
+REHEARSALS = """ Of rehearsals only allocated memory is compared: their steps wait for nobody,
+and they reserved more than a real run, since their collectives kept memory from being used again (mended since)."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,11 @@ class GpuRow:
     config: RunConfig
     earlier: Record | None
     prediction: Prediction
+
+    @property
+    def is_time_known(self) -> bool:
+        """As `bench.prediction.intervals` has it."""
+        return self.prediction.time is not None and is_time_known(self.config, self.prediction.time)
 
     @property
     def has_run_out(self) -> bool:
@@ -154,7 +162,14 @@ def list_measured_residuals() -> dict[str, list[Residual]]:
                 comparison = None if row.has_run_out else row.compare_now(quantity)
                 if comparison is not None:
                     log_ratio = math.log(comparison.measured / comparison.predicted)
-                    residuals[metric].append(Residual(f"results/measured/{name}", row.config.hardware.name, log_ratio))
+                    residuals[metric].append(
+                        Residual(
+                            f"results/measured/{name}",
+                            row.config.hardware.name,
+                            log_ratio,
+                            COMPLETE if quantity != STEP_TIME or row.is_time_known else ROUGH,
+                        )
+                    )
     return residuals
 
 
@@ -177,6 +192,7 @@ def render_gpu_page(store_path: Path) -> str:
                 ("reserved memory", RESERVED),
             )
         ),
+        rehearsals=REHEARSALS if any(row.row["evidence"] == "rehearsed" for row in rows) else "",
         num_ooms=len(foreseen_rows),
         num_foreseen=sum(map(_is_refused_earlier, foreseen_rows)),
         num_foreseen_now=sum(map(_is_refused_now, foreseen_rows)),
@@ -213,6 +229,22 @@ def _format_summary(title: str, rows: Sequence[GpuRow], quantity: str) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+def _list_methods(config: RunConfig) -> list[str]:
+    """What else changes how a step is carried out, beside strategy, precision and checkpointing, as it is typed."""
+    usual = compose_config({})
+    implementation = config.optimizer.implementation
+    methods = {
+        "optimizer": (config.optimizer.name, usual["optimizer"]["name"]),
+        "optimizer.implementation": (implementation, usual["optimizer"]["implementation"]),
+        "strategy.cpu_offload": (getattr(config.strategy, "cpu_offload", False), False),
+        "activation_offload": (config.activation_offload, False),
+        "loss": (config.loss, usual["loss"]),
+        "gradient_accumulation": (config.gradient_accumulation, 1),
+        "expandable_segments": (config.expandable_segments, False),
+    }
+    return [f"{name}={str(value).lower()}" for name, (value, default) in methods.items() if value != default]
+
+
 def _format_row(row: GpuRow) -> str:
     config = row.config
     settings = [config.model.name, row.row["effective_strategy"], config.precision.name]
@@ -220,6 +252,7 @@ def _format_row(row: GpuRow) -> str:
     changed = {key: value for key, value in row.row["config"]["model"].items() if described.get(key) != value}
     settings += [f"{key}={value}" for key, value in changed.items()]
     settings += ["compiled"] if config.compile else []
+    settings += _list_methods(config)
     settings += [f"{config.gpus} x {config.batch_size_per_gpu} x {config.sequence_length}"]
     settings += [f"limit {config.hardware.memory_limit_gib:g} GiB"] if config.hardware.memory_limit_gib else []
     settings += ["rehearsed"] if row.row["evidence"] == "rehearsed" else []

@@ -19,7 +19,7 @@ import dataclasses
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,6 +72,8 @@ class Residual:
     device: str
     log_ratio: float
     """Natural logarithm of true against predicted, of step time or bytes."""
+    row_class: str = COMPLETE
+    """COMPLETE or ROUGH."""
 
 
 @dataclass(frozen=True)
@@ -110,10 +112,10 @@ def list_residuals(scores: Iterable[Score], metric: str, row_class: str) -> list
 
 
 def name_row_class(score: Score) -> str:
-    """What rows are fitted together: layouts whatever was stated of them, else as much as was stated."""
+    """What rows are fitted together: layouts whatever was stated of them, else as much as was stated and measured."""
     if score.is_layout:
         return LAYOUTS
-    return COMPLETE if score.reading.is_complete else ROUGH
+    return COMPLETE if score.reading.is_complete and (score.kind != SPEED or score.is_time_known) else ROUGH
 
 
 def fit_interval(residuals: Sequence[Residual], *, is_device_left_out: bool) -> FittedInterval:
@@ -184,15 +186,16 @@ def fit_intervals(scores: Sequence[Score], measured: Mapping[str, Sequence[Resid
     Parameters
     ----------
     measured: mapping
-        By metric, residuals of the suite's own rows of devices without published training rows: complete ones.
+        By metric, residuals of the suite's own rows.
     """
-    factors = {metric: _fit_metric(scores, metric, measured.get(metric, ())) for metric in INTERVAL_METRICS}
+    trained_devices = {score.hardware for score in scores if score.kind == SPEED and score.reading.is_complete}
+    factors = {
+        metric: _fit_metric(scores, metric, measured.get(metric, ()), trained_devices) for metric in INTERVAL_METRICS
+    }
     _borrow_from_other_memory(factors)
     return {
         "target coverage": TARGET_COVERAGE,
-        "devices with training rows": sorted(
-            {score.hardware for score in scores if score.kind == SPEED and score.reading.is_complete}
-        ),
+        "devices with training rows": sorted(trained_devices),
         "factors": {
             metric: {
                 device_class: {name: interval.to_plain() for name, interval in rows.items()}
@@ -226,14 +229,17 @@ def _borrow_from_other_memory(factors: Mapping[str, dict[str, dict[str, FittedIn
 
 
 def _fit_metric(
-    scores: Sequence[Score], metric: str, measured: Sequence[Residual]
+    scores: Sequence[Score], metric: str, measured: Sequence[Residual], trained_devices: Set[str]
 ) -> dict[str, dict[str, FittedInterval]]:
     row_classes = (COMPLETE, ROUGH, *([LAYOUTS] if metric == STEP_TIME else []))
     residuals = {name: list_residuals(scores, metric, name) for name in row_classes}
     classes: dict[str, dict[str, FittedInterval]] = {}
     for device_class, is_device_left_out in ((TRAINING_ROWS, False), (MICROBENCHMARKS, True)):
-        own = measured if device_class == MICROBENCHMARKS else ()
-        class_residuals = {**residuals, COMPLETE: [*residuals[COMPLETE], *own]}
+        own = [residual for residual in measured if is_device_left_out or residual.device in trained_devices]
+        class_residuals = {
+            name: [*rows, *(residual for residual in own if residual.row_class == name)]
+            for name, rows in residuals.items()
+        }
         classes[device_class] = _fit_row_classes(class_residuals, is_device_left_out=is_device_left_out)
     classes[MICROBENCHMARKS] = {
         name: _widen_to(interval, classes[TRAINING_ROWS][name]) for name, interval in classes[MICROBENCHMARKS].items()

@@ -10,22 +10,16 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from statistics import fmean
 
-from bench.hardware.sustained_clocks import TRAINING_SHARE
 from bench.validation.metrics import SPEED
 from bench.validation.readings import Reading
 from bench.validation.scores import Score, group_by, pick_configurations, score_readings
 
-TRAINING_SHARE_NAME = "training share"
-"""`bench.hardware.sustained_clocks.TRAINING_SHARE`, which is within every device's share of lasting products."""
-
-SUSTAINED_SHARE_KEY = "hardware.speeds.matmul.sustained_share"
-
 SHARED_CONSTANTS: dict[str, tuple[str, ...]] = {
-    TRAINING_SHARE_NAME: ("0.93", "0.945", "0.975", "0.99"),
+    "hardware.speeds.many_gpus_share": ("0.88", "0.895", "0.925", "0.94"),
     "hardware.speeds.overlap_loss": ("0.05", "0.25"),
     "hardware.speeds.links.node_efficiency": ("0.8", "1.0"),
 }
-"""What is fitted to training rows, most of it overrides, and values to try beside the one in conf/hardware."""
+"""What is fitted to training rows, as overrides, and values to try beside the one in use."""
 
 LEFT_OUT_KINDS: dict[str, Callable[[Score], str]] = {
     "source": lambda score: score.reading.source,
@@ -66,9 +60,7 @@ def score_left_out(scores: Sequence[Score]) -> list[LeftOut]:
 def _score_with(readings: Sequence[Reading], constants: tuple[tuple[str, str], ...]) -> list[Score]:
     """The same rows with other constants, unless a source sets them itself."""
     changed = [
-        dataclasses.replace(
-            reading, settings=tuple({**_build_overrides(reading, constants), **dict(reading.settings)}.items())
-        )
+        dataclasses.replace(reading, settings=tuple({**dict(constants), **dict(reading.settings)}.items()))
         for reading in readings
     ]
     ordered = [
@@ -76,19 +68,6 @@ def _score_with(readings: Sequence[Reading], constants: tuple[tuple[str, str], .
         for reading in changed
     ]
     return score_readings(ordered)[0]
-
-
-def _build_overrides(reading: Reading, constants: tuple[tuple[str, str], ...]) -> dict[str, str]:
-    """Constants as overrides of a row's run."""
-    overrides = dict(constants)
-    training_share = overrides.pop(TRAINING_SHARE_NAME, None)
-    speeds = reading.config.hardware.speeds
-    if training_share is not None and speeds is not None and speeds.matmul is not None:
-        for name, share in speeds.matmul.sustained_share.items():
-            overrides[f"{SUSTAINED_SHARE_KEY}.{name}"] = (
-                f"{min(1.0, share * float(training_share) / TRAINING_SHARE):.6g}"
-            )
-    return overrides
 
 
 def _compute_error(scores: Sequence[Score], get_name: Callable[[Score], str], left_out: str) -> float:

@@ -14,7 +14,14 @@ from bench.config.run_config import RunConfig
 from bench.config.speed_columns import compute_speed_columns
 from bench.core.errors import UsageError
 from bench.prediction.intervals import DEVICE_USED as DEVICE_USED_METRIC
-from bench.prediction.intervals import STEP_TIME, classify_hardware, find_factors, find_rough_verdict, is_layout
+from bench.prediction.intervals import (
+    STEP_TIME,
+    classify_hardware,
+    find_factors,
+    find_rough_verdict,
+    is_layout,
+    is_time_known,
+)
 from bench.prediction.prediction import DOES_NOT_FIT, FITS, PredictedRange, Prediction
 from bench.prediction.predictor import predict_reentrant_peak, predict_runs
 from bench.validation.metrics import (
@@ -63,6 +70,7 @@ class Score:
     device_class: str
     strategy: str
     is_layout: bool
+    is_time_known: bool
     family: str
     parameters: int
     gpus: int
@@ -173,6 +181,7 @@ def build_score(reading: Reading, first_prediction: Prediction, *further_predict
         device_class=classify_hardware(config.hardware),
         strategy=config.effective_strategy,
         is_layout=is_layout(config),
+        is_time_known=prediction.time is not None and is_time_known(config, prediction.time),
         family=config.model.family,
         parameters=config.model.num_parameters,
         gpus=config.gpus,
@@ -189,10 +198,11 @@ def _compute_range(
     if quantity.kind == FIT:
         value = {FITS: 0.0, DOES_NOT_FIT: 1.0}.get(_find_verdict(reading, prediction) or "", 0.5)
         return value, value, value
+    is_known = quantity.kind != SPEED or (prediction.time is not None and is_time_known(config, prediction.time))
     factors = find_factors(
         INTERVAL_METRICS[quantity.kind],
         classify_hardware(config.hardware),
-        is_complete=reading.is_complete,
+        is_complete=reading.is_complete and is_known,
         is_layout=is_layout(config),
     )
     if quantity.kind != SPEED:

@@ -38,7 +38,15 @@ from bench.calibration.hardware_file import (
     CalibrationProvenance,
     build_calibrated_hardware,
 )
-from bench.calibration.kernels import ATTENTION_SHAPES, ELEMENTWISE_OPERATOR, KERNEL_SAMPLE, MATMUL_SHAPES
+from bench.calibration.kernels import (
+    ATTENTION_SHAPES,
+    ELEMENTWISE_OPERATOR,
+    FORWARD,
+    KERNEL_SAMPLE,
+    MATMUL_SHAPES,
+    SUSTAINED_ATTENTION,
+    SUSTAINED_PRODUCT,
+)
 from bench.calibration.noise import REFERENCE_NAME, find_disturbances
 from bench.calibration.parts import SINGLE_DEVICE_PLACEHOLDERS, predict_kernel_seconds
 from bench.calibration.processes import CalibrationProcess, run_local_processes
@@ -50,6 +58,7 @@ from bench.calibration.sample import (
     MEMORY,
     OPERATOR,
     OPTIMIZER,
+    SUSTAINED,
     CalibrationSample,
     build_timer,
 )
@@ -676,6 +685,23 @@ KNOWN_GPU = dataclasses.replace(
 )
 
 
+KEPT_UP = {(MATMUL, "bf16"): 0.85, (MATMUL, "tf32"): 0.88, (ATTENTION, "bf16"): 0.91}
+
+
+def make_sustained_samples(truth: Hardware) -> list[CalibrationSample]:
+    """Bursts of what is timed for seconds, too, and these."""
+    samples = []
+    for (kind, name), share in KEPT_UP.items():
+        made = (
+            make_product_samples([SUSTAINED_PRODUCT], name)
+            if kind == MATMUL
+            else make_attention_samples([SUSTAINED_ATTENTION], name)
+        )
+        (burst,) = set_predicted_times([dataclasses.replace(made[0], name=FORWARD)], truth)
+        samples += [burst, dataclasses.replace(burst, kind=SUSTAINED, name=kind, seconds=(burst.median_s / share,))]
+    return samples
+
+
 def make_gpu_samples(noise: float = 0.0) -> list[CalibrationSample]:
     truth = dataclasses.replace(H200_HARDWARE, speeds=KNOWN_GPU)
     samples = [
@@ -685,6 +711,7 @@ def make_gpu_samples(noise: float = 0.0) -> list[CalibrationSample]:
     ]
     for name in ("fp32", "bf16", "fp16"):
         samples += set_predicted_times(make_attention_samples(ATTENTION_SHAPES["cuda"], name), truth, noise)
+    samples += make_sustained_samples(truth)
     reached = 4800e9 * 0.77
     samples.append(make_kernel_sample(MEMORY, ELEMENTWISE_OPERATOR, "fp32", (2**28,), 0.0, 2.0**31, 2.0**31 / reached))
     samples.append(make_kernel_sample(OPERATOR, "gelu", "bf16", (2**26,), 0.0, 2.0**28, 2.0**28 / (0.5 * reached)))
@@ -710,6 +737,8 @@ def test_known_speeds_of_a_gpu_come_back() -> None:
     assert speeds.attention.kernels[SDPA].forward == pytest.approx(0.61, rel=0.02)
     assert speeds.attention.kernels[SDPA].backward == pytest.approx(0.42, rel=0.02)
     assert speeds.attention.kernels[SDPA].half_width == pytest.approx(40.0, rel=0.05)
+    assert speeds.matmul.sustained_share == pytest.approx({"bf16": 0.85, "tf32": 0.88}, rel=0.01)
+    assert speeds.attention.kernels[SDPA].sustained_share == pytest.approx(0.91, rel=0.01)
     assert speeds.memory_efficiency == pytest.approx(0.77, rel=1e-3)
     assert speeds.launch == KNOWN_GPU.launch
     assert fit.memory_bandwidth_gb_s == 4800

@@ -149,14 +149,19 @@ def test_a_larger_product_never_takes_less() -> None:
         assert (np.diff(took) >= -1e-12).all(), axis
 
 
+def lift_power_limit(hardware: Hardware) -> Hardware:
+    assert hardware.speeds is not None
+    matmul = dataclasses.replace(hardware.speeds.matmul, sustained_share={})
+    return dataclasses.replace(hardware, speeds=dataclasses.replace(hardware.speeds, matmul=matmul))
+
+
 def test_a_large_product_reaches_the_stated_share_of_the_peak() -> None:
     assert A100.speeds is not None
     took = seconds(matmuls([(1, 16384, 12288, 12288)]))[0]
     reached = 2 * 16384 * 12288 * 12288 / took / (A100.peak_tflops["bf16"] * 1e12)
     matmul = A100.speeds.matmul
     assert reached == pytest.approx(matmul.efficiency["bf16"] * matmul.sustained_share["bf16"], rel=0.03)
-    bursts = dataclasses.replace(A100.speeds, matmul=dataclasses.replace(matmul, sustained_share={}))
-    burst = seconds(matmuls([(1, 16384, 12288, 12288)]), dataclasses.replace(A100, speeds=bursts))[0]
+    burst = seconds(matmuls([(1, 16384, 12288, 12288)]), lift_power_limit(A100))[0]
     assert took / burst == pytest.approx(1 / matmul.sustained_share["bf16"], rel=0.001)
 
 
@@ -169,18 +174,21 @@ def test_a_wave_that_is_not_full_takes_longer_than_its_work() -> None:
 
 def test_products_whose_rows_are_not_aligned_are_slower_on_tensor_cores_alone() -> None:
     shape = [(1, 8192, 14336, 51136)]
-    aligned = seconds(matmuls(shape))[0]
+    bursts = lift_power_limit(A100)
+    aligned = seconds(matmuls(shape), bursts)[0]
     assert A100.speeds is not None
     assert A100.speeds.matmul is not None
     shares = A100.speeds.matmul.unaligned_share
     assert 0.3 < shares["2"] < shares["4"] < 0.8, "51137 to 76, 51138 to 137 of 255 TFLOP/s: EleutherAI's cookbook"
     for row_bytes in (2, 4, 8):
-        slower = seconds(matmuls(shape, row_bytes=row_bytes))[0]
+        slower = seconds(matmuls(shape, row_bytes=row_bytes), bursts)[0]
         assert slower == pytest.approx(aligned / shares[str(row_bytes)], rel=0.01)
         assert seconds(matmuls(shape, "fp32", row_bytes)) == seconds(matmuls(shape, "fp32"))
-    tf32_seconds = [seconds(matmuls(shape, "fp32", row_bytes), precision=TF32)[0] for row_bytes in (4, 8, 16)]
+    tf32_seconds = [seconds(matmuls(shape, "fp32", row_bytes), bursts, TF32)[0] for row_bytes in (4, 8, 16)]
     assert tf32_seconds[2] / np.array(tf32_seconds) == pytest.approx([shares["2"], shares["4"], 1.0], rel=0.01)
-    assert seconds(matmuls(shape, row_bytes=0))[0] == aligned, "what is not known is taken to be aligned"
+    assert seconds(matmuls(shape, row_bytes=0), bursts)[0] == aligned, "what is not known is taken to be aligned"
+    kept_up = seconds(matmuls(shape, row_bytes=2))[0]
+    assert kept_up == seconds(matmuls(shape, row_bytes=2), bursts)[0], "so slow that the power limit takes nothing"
 
 
 def test_tf32_is_faster_than_fp32_and_slower_than_bf16() -> None:

@@ -30,10 +30,9 @@ from bench.calibration.published.devices import (
     list_similar_devices,
 )
 from bench.hardware import Hardware
-from bench.hardware.speeds import LinkSpeeds
+from bench.hardware.speeds import MANY_GPUS_SHARE, LinkSpeeds
 from bench.hardware.sustained_clocks import (
     compute_sustained_share,
-    compute_training_share,
     compute_typical_attention_share,
 )
 from bench.prediction.cost.kernels import OPERATOR_BANDWIDTH_SHARES
@@ -44,6 +43,8 @@ MIN_POINTS = 20
 GROUP_SIZES = ("2", "4", "8")
 ASSUMED_FP32_EFFICIENCY = 0.85
 ASSUMED_HALF_DEPTH = 64.0
+
+MANY_GPUS_SOURCE = "fitted: rows of llm-foundry and the FSDP paper (results/predicted/ACCURACY.md)"
 
 
 def fit_devices(all_hardware: Sequence[Hardware]) -> dict[str, DeviceFit]:
@@ -70,6 +71,7 @@ def fit_devices(all_hardware: Sequence[Hardware]) -> dict[str, DeviceFit]:
     for fit in fits.values():
         assume_alignment(fit, fits, timed_shares)
         _set_sustained_shares(fit)
+        fit.set("speeds.many_gpus_share", MANY_GPUS_SHARE, MANY_GPUS_SOURCE)
     return fits
 
 
@@ -142,7 +144,7 @@ def _set_sustained_shares(fit: DeviceFit) -> None:
     if power_w is None:
         return
     efficiency = get_efficiency(fit)
-    share = round_number(compute_training_share(power_w, fit.peak_tflops * get_16_bit_efficiency(efficiency)))
+    share = round_number(compute_sustained_share(power_w, fit.peak_tflops * get_16_bit_efficiency(efficiency)))
     law = f"fitted: {power_w:g} W by the law of bench/hardware/sustained_clocks.py, fp8 and tf32 as 16-bit formats"
     # CUDA cores, which compute in fp32, draw less power than Tensor Cores do.
     fit.set("speeds.matmul.sustained_share", {name: 1.0 if name == "fp32" else share for name in efficiency}, law)

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from bench.calibration.published.alignment_fit import UNALIGNED_SHARE
 from bench.calibration.published.device_fit import PRODUCTS, DeviceFit
 from bench.core.installation import DATA_FOLDER
-from bench.hardware.sustained_clocks import SUSTAINED_SHARE_AT_ONE_WATT, TRAINING_SHARE
+from bench.hardware.speeds import MANY_GPUS_SHARE
+from bench.hardware.sustained_clocks import MEMORY_BOUND_POWER_SHARE, SUSTAINED_SHARE_AT_ONE_WATT
 
 PAGE_PATH = DATA_FOLDER / "docs" / "results" / "kernels.md"
 
@@ -26,9 +27,11 @@ and `micro_products.csv`; sources and licences in [published numbers](published.
   speed, by the bytes that the rows do begin at multiples of. Alignments and devices that nobody timed are assumed to be
   like others: such kernels are those of the A100, also on newer GPUs. What is not aligned in the result alone costs
   nothing here: that was not timed either.
-* A **burst** is faster than training: a power limit sets the clocks of work that lasts. What is left is
-  `min(1, {law:g} (W / TFLOP/s)^(1/3))`, with the board's power limit and the speed of the burst. Power grows with the
-  cube of the clock; the factor was fitted to products that were timed at length on two boards (A100 PCIe and B200).
+* A **burst** is faster than training: a power limit sets the clocks of work that lasts. Of products that run alone
+  `min(1, {law:g} (W / TFLOP/s)^(1/3))` is left, with the board's power limit and the speed of the burst. Power grows
+  with the cube of the clock; the factor is the mean of three boards whose products were timed at length (A100 PCIe,
+  B200, H100 SXM). In a step they do not run alone: kernels that wait for memory draw {memory_bound:.0%} of the limit
+  (copies on an H100), and a step has the clocks at which all its kernels draw the limit on average.
 * **Attention** has a curve for each kernel. The one that runs is PyTorch's choice by device and version, or
   `hardware.speeds.attention.kernel`. Its time grows with narrow heads (`half_width`), short sequences (`half_length`)
   and multiprocessors that wait for the last block.
@@ -38,15 +41,17 @@ and `micro_products.csv`; sources and licences in [published numbers](published.
 
 ## What is fitted to training runs
 
-One number for kernels, the same for all devices: products in training have {training:g} of the speed that the above
-says (`bench/hardware/sustained_clocks.py`). Chosen on rows of llm-foundry and the FSDP paper at 8 and 128 GPUs, as
+One number for kernels, the same for all devices: in a run of several GPUs products and attention have {training:g} of
+the speed that the above says (`bench/hardware/speeds.py`). Chosen on rows of llm-foundry and the FSDP paper, as
 `links.node_efficiency` was. `overlap_loss` is calculon's, and `launch` is assumed but for `kernel_us`.
 """
 
 
 def build_page(fits: Mapping[str, DeviceFit]) -> str:
     """The page as Markdown."""
-    introduction = INTRODUCTION.format(law=SUSTAINED_SHARE_AT_ONE_WATT, training=TRAINING_SHARE)
+    introduction = INTRODUCTION.format(
+        law=SUSTAINED_SHARE_AT_ONE_WATT, memory_bound=MEMORY_BOUND_POWER_SHARE, training=MANY_GPUS_SHARE
+    )
     return "\n".join(
         [introduction, _build_errors(fits), _build_numbers(fits), _build_alignment(fits), _build_attention(fits)]
     )

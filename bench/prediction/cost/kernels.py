@@ -12,6 +12,7 @@ from bench.core.precision import Precision, get_torch_dtype
 from bench.hardware import Hardware
 from bench.hardware.attention_kernels import choose_sdpa_kernel
 from bench.hardware.speeds import AttentionSpeed, HardwareSpeeds, MatmulSpeed, ProcessorSpeed
+from bench.hardware.sustained_clocks import POWER_EXPONENT, compute_clock_share
 from bench.prediction.trace.cpu_memory import find_query_block_size
 from bench.prediction.trace.kernels import (
     ALIGNED_ROW_BYTES,
@@ -152,6 +153,9 @@ GROUPED_TILE_ROWS, GROUPED_TILE_COLUMNS, GROUPED_TILE_DEPTH = 128, 256, 64
 """Tile of `torch.nn.functional.grouped_mm`, whose thread blocks of all experts run in common waves. Assumed of every
 GPU, not measured: the one that aten/src/ATen/native/cuda/GroupMM.cu has CUTLASS use for large products on sm90."""
 
+REDUCE_INPUT_OPERATOR = "_chunk_cat"
+"""Puts gradients where FSDP2 reduces them from."""
+
 OPERATOR_BANDWIDTH_SHARES = {
     "embedding_dense_backward": 0.20,
     "_embedding_bag_dense_backward": 0.20,
@@ -160,9 +164,11 @@ OPERATOR_BANDWIDTH_SHARES = {
     "index_put": 0.30,
     "index_add": 0.30,
     "nll_loss_backward": 0.80,
+    REDUCE_INPUT_OPERATOR: 0.57,
 }
 """Operators that sort, scatter or reduce over columns: share of what elementwise kernels reach. Rough, and small in
-any step of a large model. A calibration measures them instead."""
+any step of a large model. A calibration measures them instead. That of ``_chunk_cat`` is the geometric mean of an
+H100's and an H200's (0.67 and 0.49: results/calibration/h100_profiled_kernels.csv and h200_profiled_kernels.csv)."""
 
 HALF_PRECISION_FORMATS = {"bf16", "fp16"}
 """Formats for which an operator may have a speed of its own."""
@@ -175,15 +181,23 @@ HEAD_DIMENSION_MULTIPLE = 32
 
 
 def compute_kernel_seconds(
-    kernels: KernelArrays, hardware: Hardware, precision: Precision, expert_tokens: Sequence[int] = ()
+    kernels: KernelArrays,
+    hardware: Hardware,
+    precision: Precision,
+    expert_tokens: Sequence[int] = (),
+    repetitions: FloatArray | None = None,
 ) -> FloatArray:
-    """Seconds of each kernel alone on the device, one after the other. On a CPU without what is spent around operators.
+    """Seconds of each kernel, one after the other, at the clocks that a device keeps up which does this and no more.
+
+    On a CPU without what is spent around operators.
 
     Parameters
     ----------
     expert_tokens: sequence of int
         Tokens of a sequence that each expert takes, of the model whose kernels these are. On a CPU, which rounds
         nothing up, it makes no difference.
+    repetitions: array or None
+        How often each kernel runs in a step; None for as often as the others.
 
     Raises
     ------
@@ -196,8 +210,8 @@ def compute_kernel_seconds(
     bandwidth = hardware.memory_bandwidth_gb_s * 1e9 * speeds.memory_efficiency
     bandwidth_shares = np.array(
         [
-            _find_bandwidth_share(*operator_and_format, speeds)
-            for operator_and_format in zip(kernels.operators, kernels.formats, strict=True)
+            find_bandwidth_share(operator, speeds, OPERAND_FORMATS[format_])
+            for operator, format_ in zip(kernels.operators, kernels.formats, strict=True)
         ]
     )
     memory_seconds = kernels.bytes_moved / (bandwidth * bandwidth_shares)
@@ -206,55 +220,70 @@ def compute_kernel_seconds(
         return (
             np.where(kernels.kinds == MEMORY_BOUND, memory_seconds, arithmetic_seconds) + speeds.launch.kernel_us * 1e-6
         )
-    return (
-        np.maximum(memory_seconds, _compute_arithmetic_seconds(kernels, hardware, precision, expert_tokens))
-        + speeds.launch.kernel_us * 1e-6
-    )
+    arithmetic_seconds, sustained_shares = _compute_burst_seconds(kernels, hardware, precision, expert_tokens)
+    counts = np.ones(len(kernels)) if repetitions is None else repetitions
+    burst_seconds = np.maximum(memory_seconds, arithmetic_seconds)
+    sustained_shares[arithmetic_seconds < memory_seconds] = 1.0
+    clock_share = compute_clock_share(counts * burst_seconds, sustained_shares)
+    # Slower clocks leave what memory takes as it is, and kernels that draw too little to be slowed for it.
+    arithmetic_seconds[sustained_shares < 1] /= clock_share
+    arithmetic_seconds /= speeds.many_gpus_share
+    return np.maximum(memory_seconds, arithmetic_seconds) + speeds.launch.kernel_us * 1e-6
 
 
-def _compute_arithmetic_seconds(
+def _compute_burst_seconds(
     kernels: KernelArrays, hardware: Hardware, precision: Precision, expert_tokens: Sequence[int]
-) -> FloatArray:
-    """Seconds of arithmetic on a GPU, for kernels that wait for nothing else."""
+) -> tuple[FloatArray, FloatArray]:
+    """Seconds of arithmetic on a GPU in short bursts, for kernels that wait for nothing else, and the share of that
+    speed that each would keep up alone."""
     speeds = hardware.speeds
     assert speeds is not None
     assert speeds.matmul is not None
-    seconds = np.zeros(len(kernels))
+    seconds, sustained_shares = np.zeros(len(kernels)), np.ones(len(kernels))
     is_matmul, is_attention = kernels.kinds == MATMUL, kernels.kinds == ATTENTION
     for format_index, format_name in enumerate(OPERAND_FORMATS):
         if np.any(selected := is_matmul & (kernels.formats == format_index)):
-            peak_flops, efficiency = _find_peak_flops(format_name, hardware, speeds, precision)
-            seconds[selected] = compute_matmul_seconds(
-                kernels.dims[selected, :4], peak_flops * efficiency, speeds.matmul
-            )
+            peak_name, burst_flops = _find_burst_flops(format_name, hardware, speeds, precision)
+            seconds[selected] = compute_matmul_seconds(kernels.dims[selected, :4], burst_flops, speeds.matmul)
+            sustained_shares[selected] = speeds.matmul.sustained_share.get(peak_name, 1.0)
             row_bytes = kernels.row_bytes[selected]
             if format_name == "fp32" and precision.tf32:
                 # Assumed: rows aligned to one number of TF32's cost what those aligned to one of 16 bits do.
                 row_bytes = np.where(row_bytes < ALIGNED_ROW_BYTES, row_bytes // 2, row_bytes)
             if format_name in HALF_PRECISION_FORMATS or precision.tf32:
-                seconds[selected] /= find_alignment_shares(row_bytes, speeds.matmul)
+                alignment_shares = find_alignment_shares(row_bytes, speeds.matmul)
+                seconds[selected] /= alignment_shares
+                sustained_shares[selected] = np.minimum(
+                    1.0, sustained_shares[selected] * alignment_shares**-POWER_EXPONENT
+                )  # the slower they are, the less they draw
             for index in _find_grouped_kernels(kernels, selected) if expert_tokens else ():
                 seconds[index] = compute_grouped_matmul_seconds(
                     kernels.operators[index],
                     kernels.dims[index],
                     kernels.flops[index],
                     expert_tokens,
-                    peak_flops * efficiency,
+                    burst_flops,
                     speeds,
                 )
     if np.any(is_attention):
         # Its operands are of two formats: one number per row of scores is kept in fp32, whatever it computes in.
-        peak_flops, _ = _find_peak_flops(precision.compute, hardware, speeds, precision)
+        peak_name, _ = _find_burst_flops(precision.compute, hardware, speeds, precision)
         assert speeds.attention is not None
+        operators = [kernels.operators[index] for index in np.flatnonzero(is_attention)]
         seconds[is_attention] = compute_attention_seconds(
-            [kernels.operators[index] for index in np.flatnonzero(is_attention)],
+            operators,
             kernels.dims[is_attention],
             kernels.flops[is_attention],
-            peak_flops,
+            hardware.peak_tflops[peak_name] * 1e12,
             speeds.attention,
             speeds.matmul.multiprocessors,
         )
-    return seconds
+        attention_kernels = speeds.attention.kernels
+        sustained_shares[is_attention] = [
+            attention_kernels[_choose_attention_kernel(speeds.attention, operator)].sustained_share
+            for operator in operators
+        ]
+    return seconds, sustained_shares
 
 
 def compute_attention_seconds(
@@ -265,7 +294,7 @@ def compute_attention_seconds(
     attention: AttentionSpeed,
     multiprocessors: int,
 ) -> FloatArray:
-    """Seconds of fused attention on a GPU.
+    """Seconds of fused attention on a GPU, in short bursts.
 
     Every thread block takes some queries of a head through its keys. To the time of its products comes that of the
     exponentials between them (a head narrower by half has as many), of its start and end, and of multiprocessors that
@@ -283,9 +312,7 @@ def compute_attention_seconds(
     numbers_by_kernel = {name: dataclasses.astuple(kernel) for name, kernel in attention.kernels.items()}
     names = [_choose_attention_kernel(attention, operator) for operator in operators]
     is_backward = np.array(["backward" in operator for operator in operators])
-    forward, backward, half_width, half_length, sustained = np.array(
-        [numbers_by_kernel[name] for name in names], dtype=float
-    ).T
+    forward, backward, half_width, half_length, _ = np.array([numbers_by_kernel[name] for name in names], dtype=float).T
     batch, heads, queries, keys, head_dimension = dims.T
     num_matmuls = np.where(is_backward, ATTENTION_BACKWARD_MATMULS, ATTENTION_FORWARD_MATMULS)
     is_causal = flops < 0.75 * 2 * num_matmuls * np.prod(dims, axis=1)
@@ -294,8 +321,8 @@ def compute_attention_seconds(
     length_factor = 1 + half_length / (keys * np.where(is_causal, 0.5, 1.0))
     thread_blocks = batch * heads * np.ceil(queries / ATTENTION_BLOCK_QUERIES)
     tail_factor = 1 + multiprocessors * np.where(is_causal, 1.0, 0.5) / thread_blocks
-    reached_flops = peak_flops * np.where(is_backward, backward, forward) * sustained
-    return flops * width_factor * length_factor * tail_factor / reached_flops
+    burst_flops = peak_flops * np.where(is_backward, backward, forward)
+    return flops * width_factor * length_factor * tail_factor / burst_flops
 
 
 def _choose_attention_kernel(attention: AttentionSpeed, operator: str) -> str:
@@ -391,25 +418,25 @@ def compute_grouped_matmul_seconds(
     return float(waves * tile_flops_per_depth * (k + half_depth) / flops_per_multiprocessor)
 
 
-def _find_peak_flops(
+def _find_burst_flops(
     format_name: str, hardware: Hardware, speeds: HardwareSpeeds, precision: Precision
-) -> tuple[float, float]:
-    """FLOP/s on paper and the share of it large matrix products reach, for operands in a format."""
+) -> tuple[str, float]:
+    """The format whose peak counts for operands in a format, and FLOP/s of large matrix products in short bursts."""
     peak_name = (
         "tf32" if format_name == "fp32" and precision.tf32 else "fp32" if format_name == "other" else format_name
     )
     assert speeds.matmul is not None
-    peak_tflops, efficiency = hardware.peak_tflops.get(peak_name), speeds.matmul.compute_reached_share(peak_name)
+    peak_tflops, efficiency = hardware.peak_tflops.get(peak_name), speeds.matmul.efficiency.get(peak_name)
     if peak_tflops is None or efficiency is None:
         raise ValueError(f"hardware={hardware.name} has no speed for {peak_name}")
-    return peak_tflops * 1e12, efficiency
+    return peak_name, peak_tflops * 1e12 * efficiency
 
 
-def _find_bandwidth_share(operator: str, format_: int, speeds: HardwareSpeeds) -> float:
-    """Share of the elementwise kernels' bandwidth that an operator reaches."""
+def find_bandwidth_share(operator: str, speeds: HardwareSpeeds, format_: str = "other") -> float:
+    """Share of the elementwise kernels' bandwidth that an operator reaches on operands of a format."""
     name = operator.removeprefix("aten.").removeprefix("aten::").split(".")[0]
     bandwidth_shares = OPERATOR_BANDWIDTH_SHARES if speeds.operators is None else speeds.operators
-    return bandwidth_shares.get(build_operator_key(name, OPERAND_FORMATS[format_]), bandwidth_shares.get(name, 1.0))
+    return bandwidth_shares.get(build_operator_key(name, format_), bandwidth_shares.get(name, 1.0))
 
 
 def build_operator_key(name: str, format_: str) -> str:

@@ -24,7 +24,14 @@ from bench.prediction.simulation.parameter_layout import (
     compute_order_keys,
     find_spread_experts,
 )
-from bench.prediction.trace.chunks import Chunk, SegmentAtBatch, build_chunks, expand_to_full_depth, merge_chunks
+from bench.prediction.trace.chunks import (
+    Chunk,
+    SegmentAtBatch,
+    build_chunks,
+    count_segment_repetitions,
+    expand_to_full_depth,
+    merge_chunks,
+)
 from bench.prediction.trace.kernels import MATMUL, FloatArray
 from bench.prediction.trace.scaled_trace import ScaledSegment, list_traced_batch_sizes, scale_kernels
 from bench.prediction.trace.stage_trace import (
@@ -198,7 +205,7 @@ def build_pipeline_stages(config: RunConfig, key: TraceKey, timetable: Timetable
         stage_key = StageTraceKey(key, shorten_stage_blocks(stage_blocks, key.block_period))
         block_counts = tuple(blocks.num_blocks for blocks in stage_blocks)
         segments, weight_seconds = _build_stage_segments(
-            stage_key, num_sequences, HashableHardware(config.hardware), block_counts, layer_groups
+            stage_key, num_sequences, rank_speed.build_hashable_hardware(config), block_counts, layer_groups
         )
         units, ordered_segments = arrange_stage(index, stage_key, block_counts, segments)
         scaled_trace = load_scaled_trace(stage_key, list_traced_batch_sizes(num_sequences, is_compiled=config.compile))
@@ -255,13 +262,14 @@ def _build_stage_segments(
     scaled_trace = load_scaled_trace(key, list_traced_batch_sizes(num_sequences, is_compiled=key.trace_key.compile))
     batch_weight = scaled_trace.compute_batch_weight(num_sequences)
     segment_kernels = [scale_kernels(scaled_segment, batch_weight) for scaled_segment in scaled_trace.segments]
+    positions = _find_stage_block_positions(key, block_counts)
     segment_seconds = rank_speed.compute_seconds_per_segment(
         hashable_hardware.hardware,
         key.trace_key.precision,
         segment_kernels,
         key.trace_key.family.count_expert_tokens(key.trace_key.sequence_length),
+        count_segment_repetitions(scaled_trace.segments, positions),
     )
-    positions = _find_stage_block_positions(key, block_counts)
     time_collective = rank_speed.build_layer_collective_timer(
         hashable_hardware.hardware, key.trace_key.precision, layer_groups
     )

@@ -23,6 +23,7 @@ from bench.prediction.trace.trace import BlockPlace
 from bench.strategies.step_plan import (
     ALL_GATHER_MEMORY,
     COMPUTE_STREAM,
+    REDUCE_INPUT,
     REDUCTION_MEMORY,
 )
 
@@ -36,6 +37,8 @@ class RankSpeed:
 
     collective_seconds: CollectiveSeconds = lambda kind, size, group: 0.0
     copy_s_per_byte: float = 0.0
+    reduce_input_s_per_byte: float = 0.0
+    """The same of gradients into what FSDP2 reduces."""
     launch_s: float = 0.0
     """Of one kernel, on the processor."""
     is_cpu: bool = False
@@ -202,7 +205,9 @@ class SimulatedRank(RankMemory):
             self._timeline.append(TimelineSpan(COMPUTE_STREAM, f"exchange {self.module}", "exchange", start, end))
 
     def copy_within_device(self, name: str, size: float) -> None:
-        self._run_kernels(name, size * self._speed.copy_s_per_byte + self._speed.min_kernel_s, 1, records_span=False)
+        speed = self._speed
+        s_per_byte = speed.reduce_input_s_per_byte if name == REDUCE_INPUT else speed.copy_s_per_byte
+        self._run_kernels(name, size * s_per_byte + speed.min_kernel_s, 1, records_span=False)
 
     def simulate_optimizer_step(self, seconds: float, num_kernels: int, transfer_s: float = 0.0) -> None:
         """The optimizer's step, some seconds of which are copies from and to the machine's memory."""

@@ -263,6 +263,18 @@ def find_segment_block_positions(
     )
 
 
+def count_segment_repetitions(
+    segments: Sequence[SegmentAtBatch | ScaledSegment], block_positions: Sequence[BlockPositions]
+) -> list[int]:
+    """How often a step runs each segment of a shortened model: once, or for each block that is like the traced one."""
+    return [
+        1
+        if segment.place is None or segment.place == LOSS_PLACE
+        else block_positions[segment.place[0]].count_alike(segment.place[1])
+        for segment in segments
+    ]
+
+
 @functools.lru_cache(maxsize=64)
 def expand_to_full_depth(
     segments: tuple[SegmentAtBatch, ...], block_counts: tuple[int, ...], period: int = 1

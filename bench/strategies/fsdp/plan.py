@@ -16,6 +16,7 @@ from bench.strategies.step_plan import (
     GRADIENT_MEMORY,
     GRADIENTS_ACCUMULATED,
     GRADIENTS_KEPT,
+    REDUCE_INPUT,
     REDUCE_STREAM,
     REDUCTION_MEMORY,
     ParameterSpec,
@@ -224,7 +225,7 @@ class FSDP2Plan(ShardedPlan):
             allocate_copy_in_briefly(
                 device, reduced, self.count_unit_shards(unit), itemsize, self.inputs.reduce_itemsize
             )
-        device.copy_within_device("reduce input", sizes.gradient_shard_bytes * num_shards + reduce_bytes)
+        device.copy_within_device(REDUCE_INPUT, sizes.gradient_shard_bytes * num_shards + reduce_bytes)
         self._free_gradients(device, unit)
         self._reduce_gradients(device, unit, reduce_bytes)
         self._reduce_input_unit = unit.index
@@ -352,6 +353,8 @@ class FSDP2Plan(ShardedPlan):
             self._free_forward_buffer(device)
         if num_shards == 1:
             device.allocate("cast", sizes.cast_peak_bytes, ALL_GATHER_MEMORY)
+            stored_itemsize, cast_itemsize = self.inputs.parameter_itemsize, self._find_compute_itemsize(unit)
+            device.copy_within_device("cast", sizes.cast_bytes * (1 + stored_itemsize / cast_itemsize))
             device.free("cast")
             device.free(f"upload {unit.index}")
         elif forward:
