@@ -238,10 +238,9 @@ SETTLED_SHARE = 0.5
 def measure_sustained(
     device: torch.device, *, quick: bool, on_progress: Callable[[str], None]
 ) -> list[CalibrationSample]:
-    """Time a product and fused attention on a GPU, in every format that has Tensor Cores: in a burst, then for
-    seconds."""
+    """Time a product and fused attention in every format but fp32, which draws less: in a burst, then for seconds."""
     samples: list[CalibrationSample] = []
-    for format_ in list_formats(device) if device.type == "cuda" else ():
+    for format_ in list_formats(device):
         if format_ == "fp32":
             continue
         on_progress(f"what is kept up in {format_}")

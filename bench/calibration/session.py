@@ -66,7 +66,7 @@ def measure_compute(
             *measure_steps(device, list_formats(device), quick=quick, on_progress=on_progress),
             *(measure_matmul(device, quick=quick, on_progress=on_progress) if device.type == "cuda" else ()),
             *measure_attention(device, quick=quick, on_progress=on_progress),
-            *measure_sustained(device, quick=quick, on_progress=on_progress),
+            *(measure_sustained(device, quick=quick, on_progress=on_progress) if device.type == "cuda" else ()),
             *measure_memory(device, quick=quick, on_progress=on_progress),
         ]
     finally:

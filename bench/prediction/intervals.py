@@ -19,6 +19,7 @@ from bench.core.installation import DATA_FOLDER
 from bench.core.option_files import find_option_file
 from bench.hardware import Hardware
 from bench.hardware.hardware_file import GROUP, read_hardware_file
+from bench.prediction.cost.rank_speed import CALIBRATED_OPTIMIZERS
 from bench.prediction.prediction import FITS, MemoryPrediction, PredictedRange, Prediction, TimePrediction
 from bench.prediction.simulation.device_memory import predict_fit
 
@@ -49,13 +50,15 @@ def is_time_known(config: RunConfig, time: TimePrediction) -> bool:
     """Whether what decides a step's time was measured, by microbenchmarks or on training runs.
 
     Not known are the processor and the memory of the machine around a GPU, which differ by machine, kernels of TF32
-    whose rows are not aligned, and `ROUGH_FAMILIES`. The interval of such a time is that of rough rows.
+    whose rows are not aligned, optimizers that no calibration times, and `ROUGH_FAMILIES`. The interval of such a time
+    is that of rough rows.
     """
     waited_s = 0.0 if is_layout(config) else time.bubble_s - time.retry_s
     return not (
         config.uses_host_memory
         or config.precision.tf32
         or config.model.family in ROUGH_FAMILIES
+        or config.optimizer.name not in CALIBRATED_OPTIMIZERS
         or waited_s > MAX_LAUNCH_SHARE * time.step_s.value
     )
 

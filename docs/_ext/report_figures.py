@@ -34,6 +34,7 @@ STORES = {
     "strategies": ("measured/strategies",),
     "pipelines": ("measured/cpu_pipelines",),
     "h200": ("measured/h200",),
+    "h100": ("measured/h100",),
     "frameworks": ("measured/cpu_frameworks",),
 }
 """Folders of ``results`` by the names of their reports on the site, those that take longest first."""

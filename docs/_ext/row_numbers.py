@@ -27,8 +27,8 @@ ACCURACY_PAGE = RESULTS / "predicted" / "ACCURACY.md"
 """Compared by a test with what the predictor says."""
 CALIBRATION_PAGE = RESULTS / "calibration" / "README.md"
 """Compared by a test with its rows."""
-GPU_PAGE = RESULTS / "measured" / "h200" / "README.md"
-"""Compared by a test with its rows."""
+GPU_PAGES = {name: RESULTS / "measured" / name / "README.md" for name in ("h100", "h200")}
+"""Compared by a test with their rows."""
 GPU_CHECKS = tuple(RESULTS / "checks" / f"{name}.json" for name in ("h100", "h200"))
 
 
@@ -125,10 +125,10 @@ def gpu_check_runs() -> str:
     return ", ".join(f"{len(check['runs'])} runs on one {check['gpu']}" for check in _read_gpu_checks())
 
 
-def gpu(quantity: str, column: str) -> str:
-    """One number of the first table of the page of the H200: step time, allocated memory or reserved memory; runs, and
+def gpu(name: str, quantity: str, column: str) -> str:
+    """One number of the first table of a GPU's page, h100 or h200: step time, allocated memory or reserved memory; runs, and
     before or now with mean, worst or within."""
-    table = GPU_PAGE.read_text(encoding="utf-8").partition("|---")[2]
+    table = GPU_PAGES[name].read_text(encoding="utf-8").partition("|---")[2]
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[1:4]]
     (cells,) = (cells for cells in lines if cells[0] == quantity)
     columns = ["runs", *(f"{when} {what}" for when in ("before", "now") for what in ("mean", "worst", "within"))]

@@ -20,7 +20,7 @@ import torch
 import yaml
 
 from bench import calibrate, predict
-from bench.calibration import session
+from bench.calibration import kernels, session
 from bench.calibration.collectives import (
     REFERENCE_BYTES,
     _CollectiveTimer,
@@ -60,6 +60,8 @@ from bench.calibration.sample import (
     OPTIMIZER,
     SUSTAINED,
     CalibrationSample,
+    CpuTimer,
+    TimedCall,
     build_timer,
 )
 from bench.calibration.session import measure_compute
@@ -747,6 +749,44 @@ def test_known_speeds_of_a_gpu_come_back() -> None:
     assert "mul bf16" not in speeds.operators  # as fast as any
     assert speeds.operators["cumsum"] == 0.5  # not timed: what is assumed of it remains
     assert all(residual.max_error < 0.05 for what, residual in fit.residuals.items() if "operator" not in what)
+
+
+class SlowingTimer(CpuTimer):
+    """Every stretch takes a tenth of a second, and a hundredth more than the one before."""
+
+    def __init__(self) -> None:
+        self.stretches: list[int] = []
+
+    def time_calls(self, calls: Sequence[TimedCall]) -> float:
+        calls[0]()
+        self.stretches.append(len(calls))
+        return 0.1 + 0.01 * len(self.stretches)
+
+    def time_repetitions(self, calls: Sequence[TimedCall], repetitions: int) -> tuple[float, ...]:
+        return (1.0,) * repetitions
+
+
+def test_what_is_kept_up_is_timed_after_a_burst_and_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "SUSTAINED_PRODUCT", (64, 32, 64))
+    monkeypatch.setattr(kernels, "SUSTAINED_ATTENTION", (1, 2, 64, 32))
+    monkeypatch.setattr(kernels, "QUICK_SUSTAINED_S", 0.4)
+    timers: list[SlowingTimer] = []
+    monkeypatch.setattr(kernels, "build_timer", lambda device: timers.append(SlowingTimer()) or timers[-1])
+    told: list[str] = []
+    samples = kernels.measure_sustained(torch.device("cpu"), quick=True, on_progress=told.append)
+    assert [(sample.kind, sample.name, sample.format) for sample in samples] == [
+        (MATMUL, FORWARD, "bf16"),
+        (SUSTAINED, MATMUL, "bf16"),
+        (ATTENTION, FORWARD, "bf16"),
+        (SUSTAINED, ATTENTION, "bf16"),
+    ]
+    assert told == ["what is kept up in bf16"]
+    for burst, kept_up in (samples[:2], samples[2:]):
+        assert kept_up.dims == burst.dims
+        assert burst.seconds == (1.0,) * kernels.QUICK_REPETITIONS
+    for kept_up, timer in zip(samples[1::2], timers[1::2], strict=True):
+        assert len(timer.stretches) == 4, "0.11, 0.12, 0.13 and 0.14 s are the first to come to 0.4"
+        assert kept_up.seconds == pytest.approx([stretch_s / timer.stretches[0] for stretch_s in (0.13, 0.14)])
 
 
 def test_noise_of_a_gpu_moves_its_speeds_little() -> None:

@@ -37,7 +37,12 @@ def write_predict() -> str:
 
 
 def write_accuracy() -> str:
-    numbers, gpu = row_numbers.accuracy, row_numbers.gpu
+    numbers = row_numbers.accuracy
+
+    def both(quantity: str, column: str) -> str:
+        """Of the H100 and of the H200."""
+        return " and ".join(row_numbers.gpu(name, quantity, column) for name in row_numbers.GPU_PAGES)
+
     sources, devices, memory = "speed, left out", "speed, each device left out", "memory, allocated or active"
     stated = "step time, training rows, complete"
     lines = [
@@ -50,10 +55,10 @@ def write_accuracy() -> str:
         f"{row_numbers.interval(stated, 'devices')}. On other GPUs it is wider.",
         f"Memory on GPUs, {numbers(memory, 'count')} published numbers: {numbers(memory, 'mean')} off on average, "
         f"{numbers(memory, 'worst')} at worst.",
-        f"On an H200, predicted before it was measured: step times {gpu('step time', 'before mean')} off on average, "
-        f"{gpu('step time', 'before within')} within the interval ({gpu('step time', 'now mean')} and "
-        f"{gpu('step time', 'now within')} since); allocated memory {gpu('allocated memory', 'before mean')} off, "
-        f"{gpu('allocated memory', 'before worst')} at worst.",
+        f"On an H100 and an H200, predicted before: step times {both('step time', 'before mean')} off on average, "
+        f"{both('step time', 'before within')} within the interval ({both('step time', 'now mean')}, "
+        f"{both('step time', 'now within')} since); allocated memory {both('allocated memory', 'before mean')} off, "
+        f"{both('allocated memory', 'before worst')} at worst.",
         f"Memory on CPU processes, against measured runs: {row_numbers.predicted_peaks()}.",
         f"Memory on CPU processes, rehearsed against measured: {row_numbers.rehearsed_peaks()}.",
     ]

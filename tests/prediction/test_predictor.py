@@ -72,6 +72,56 @@ def empty_cache(tmp_path, monkeypatch) -> Path:
 # What is remembered
 
 
+def predict_step_s(**settings: Any) -> float:
+    prediction_time = predict_run(config(**settings)).time
+    assert prediction_time is not None
+    return prediction_time.step_s.value
+
+
+H100_GPT = {"hardware": "h100_80gb", "model.num_layers": 4, "batch_size_per_gpu": 16, "sequence_length": 1024}
+
+
+def test_one_gpu_waits_for_no_other() -> None:
+    share = "hardware.speeds.many_gpus_share"
+    alone, slowed_alone = (predict_step_s(**H100_GPT, gpus=1, **{share: value}) for value in (1.0, 0.5))
+    among, slowed_among = (predict_step_s(**H100_GPT, gpus=8, **{share: value}) for value in (1.0, 0.5))
+    assert slowed_alone == alone
+    assert slowed_among > 1.2 * among
+
+
+def test_products_are_slowed_less_where_much_is_copied_beside_them() -> None:
+    """Same products: recomputing everything around them costs what a burst of it costs, not what products alone do."""
+    sustained = "hardware.speeds.matmul.sustained_share.bf16"
+    slower = {
+        length: predict_step_s(**{**H100_GPT, "sequence_length": length, sustained: 0.6}, gpus=1)
+        / predict_step_s(**{**H100_GPT, "sequence_length": length, sustained: 1.0}, gpus=1)
+        for length in (64, 1024)
+    }
+    assert 1 <= slower[64] < slower[1024] < 1 / 0.6
+
+
+def test_a_rank_that_is_alone_casts_its_parameters_and_copies_its_gradients() -> None:
+    """FSDP2 against no strategy: in bf16 the copies of its parameters and gradients, in fp32 without the casts."""
+    numels = config(gpus=1).model.num_parameters
+    s_per_byte = 1 / (3350e9 * 0.823)
+    lone = {"hardware": "h100_80gb", "gpus": 1, "batch_size_per_gpu": 16, "sequence_length": 512}
+    fully_bound = {"hardware.speeds.launch.operator_us": 0.001, "hardware.speeds.launch.unit_us": 0.001}
+    extra_s = predict_step_s(**lone, **fully_bound, **{"precision.mixing": "parameters"}) - predict_step_s(
+        **lone, **fully_bound, **{"precision.mixing": "parameters", "hardware.speeds.operators._chunk_cat": 0.285}
+    )
+    chunk_bytes = 6 * numels  # bf16 read, fp32 written; half as fast
+    assert -extra_s == pytest.approx(chunk_bytes * s_per_byte / 0.57, rel=0.1)
+
+
+def test_an_optimizer_that_takes_one_dtensor_after_another_waits_for_the_processor() -> None:
+    lone = {"hardware": "h100_80gb", "gpus": 1, "batch_size_per_gpu": 1, "sequence_length": 64, "optimizer": "muon"}
+    with_dtensors, without = predict_run(config(**lone)).time, predict_run(config(**lone, strategy="single")).time
+    assert with_dtensors is not None
+    assert without is not None
+    matrices, operators = 4 * 12, 23
+    assert with_dtensors.bubble_s - without.bubble_s > 1.5 * matrices * operators * 25e-6
+
+
 def test_a_prediction_is_made_once(empty_cache, monkeypatch):
     runs = [config(gpus=gpus) for gpus in (8, 16)]
     first = predict_runs(runs)

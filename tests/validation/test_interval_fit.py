@@ -20,9 +20,10 @@ from bench.prediction.intervals import (
     classify_hardware,
     find_factors,
     find_rough_verdict,
+    is_time_known,
     load_interval_file,
 )
-from bench.prediction.prediction import DOES_NOT_FIT, PredictedRange
+from bench.prediction.prediction import DOES_NOT_FIT, PredictedRange, Prediction, TimePrediction
 from bench.prediction.predictor import predict_runs
 from bench.validation.interval_fit import TARGET_COVERAGE, Residual, fit_interval
 from tests.conftest import compose_run_config
@@ -132,3 +133,34 @@ def test_memory_that_few_sources_tell_of_is_no_more_certain_than_other_memory() 
                 if first_class[metric] != "fitted":
                     assert entry["low"] <= min(other["low"] for other in fitted)
                     assert entry["high"] >= max(other["high"] for other in fitted)
+
+
+KNOWN_STEP = ("mode=predict", "model=llama_tiny", "gpus=1", "strategy=fsdp", "hardware=h100_80gb", "precision=bf16")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "bubble_s", "is_known"),
+    [
+        ((), 0.0, True),
+        ((), 0.09, True),
+        ((), 0.11, False),  # the processor of the machine decides
+        (("strategy.cpu_offload=true",), 0.0, False),
+        (("precision=tf32",), 0.0, False),
+        (("optimizer=muon",), 0.0, False),
+        (("optimizer=sgd",), 0.0, True),
+        (("model=dhen_tiny", "sequence_length=1", "strategy=ddp"), 0.0, False),
+        (("strategy=pipeline", "gpus=2"), 0.4, True),  # a bubble of the pipeline's
+    ],
+)
+def test_a_time_that_nobody_measured_has_the_interval_of_rough_rows(
+    overrides: tuple[str, ...], bubble_s: float, is_known: bool
+) -> None:
+    config = compose_run_config(*KNOWN_STEP, *overrides)
+    time = TimePrediction(PredictedRange(1.0, 1.0, 1.0), 1.0 - bubble_s, 0.0, 0.0, bubble_s, 0.0, "compute", False)
+    assert is_time_known(config, time) == is_known
+    prediction = Prediction(predict_runs([config])[0].memory, time)
+    stated = add_intervals(config, prediction).time
+    assert stated is not None
+    layout = config.strategy.timetable is not None
+    factors = find_factors("step time", classify_hardware(config.hardware), is_complete=is_known, is_layout=layout)
+    assert (stated.step_s.low, stated.step_s.high) == (factors.low, factors.high)
