@@ -72,6 +72,9 @@ class MixtureOfExpertsFamily(DecoderFamily):
                 if getattr(self, name) is None:
                     valid_text = f"a number, for model.architecture={self.architecture}"
                     raise invalid_value_error(f"model.{name}", None, valid_text)
+            if self.num_kv_heads not in (None, self.num_heads):
+                valid_text = f"model.num_heads={self.num_heads}, for model.architecture={self.architecture}"
+                raise invalid_value_error("model.num_kv_heads", self.num_kv_heads, valid_text)
         if self.expert_groups > 1 and self.num_experts % (2 * self.expert_groups):
             raise invalid_value_error(
                 "model.expert_groups", self.expert_groups, f"a divisor of half of model.num_experts={self.num_experts}"

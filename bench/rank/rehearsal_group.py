@@ -86,6 +86,12 @@ class RehearsalGroup(dist.ProcessGroup):
     def group_name(self) -> str:  # type: ignore[override]
         return self.pg_name
 
+    supports_coalescing = False
+
+    def _get_backend(self, device: torch.device) -> RehearsalGroup:  # type: ignore[override]
+        """Itself: from torch 2.14 on a batch of sends asks the backend of every group whether it takes them at once."""
+        return self
+
     def barrier(self, opts: Any = None) -> CompletedWork:  # type: ignore[override]
         return CompletedWork([], None)
 

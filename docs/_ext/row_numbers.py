@@ -126,8 +126,8 @@ def gpu_check_runs() -> str:
 
 
 def gpu(name: str, quantity: str, column: str) -> str:
-    """One number of the first table of a GPU's page, h100 or h200: step time, allocated memory or reserved memory; runs, and
-    before or now with mean, worst or within."""
+    """One number of the first table of the page of h100 or h200: step time, allocated memory or reserved memory; runs,
+    and before or now with mean, worst or within."""
     table = GPU_PAGES[name].read_text(encoding="utf-8").partition("|---")[2]
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[1:4]]
     (cells,) = (cells for cells in lines if cells[0] == quantity)

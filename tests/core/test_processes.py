@@ -139,6 +139,17 @@ def test_a_forked_rank_refuses_what_it_cannot_use(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+def test_a_rank_on_a_cpu_does_not_mind_who_asked_for_gpus_before_it(tmp_path, monkeypatch):
+    """A CUDA build of torch where there is no GPU: packages ask it for one when they are imported."""
+    monkeypatch.setattr("torch.cuda._is_in_bad_fork", lambda: True)
+    monkeypatch.setattr(processes, "can_reach_gpus", lambda: False)
+    with StopSignal() as stop:
+        asked = {"launcher": "local", "sweep": "test", "time_limit_s": 100, "stop": stop, "log_to_file": True}
+        row = execute_run(compose_run_config(*RUN, "strategy=ddp"), tmp_path, **asked)
+    assert row["status"] == "ok", row["error"]
+
+
+@pytest.mark.slow
 def test_nothing_is_left_of_a_killed_starter(tmp_path):
     hanging = ("model=gpt_tiny", "model.family=tests.fake_model", "+model.fault=hang:forward:0", "hardware=cpu")
     with starter("forkserver", tmp_path / "killed") as process:

@@ -142,6 +142,10 @@ def test_what_makes_no_sense_is_refused() -> None:
     for overrides, reason in (
         (("model.experts_per_token=9",), "model.experts_per_token=9 is not valid: choose at most model.num_experts=8"),
         (("model.routing=even",), "model.routing=even is not valid: choose router, balanced, skewed"),
+        (
+            ("model.architecture=deepseek_v2", "model.num_kv_heads=2", "model.kv_rank=16", "model.rotary_size=8"),
+            "model.num_kv_heads=2 is not valid: choose model.num_heads=4, for model.architecture=deepseek_v2",
+        ),
         (("model.num_kv_heads=3",), "model.num_kv_heads=3 is not valid: choose a divisor of model.num_heads=4"),
         (("model.architecture=deepseek_v2",), "model.kv_rank=null is not valid: choose a number"),
         (("model.expert_groups=3",), "model.expert_groups=3 is not valid: choose a divisor of half of model.num_exp"),
