@@ -167,7 +167,7 @@ def test_the_nearer_memory_is_to_its_end_the_likelier_are_retries_and_no_step_is
     assert seconds == sorted(seconds)
     assert probabilities[0] < 0.05
     assert probabilities[-1] > 0.95
-    assert seconds[-1] > 1.2 * seconds[0]
+    assert seconds[-1] > 1.15 * seconds[0]
     assert max(later / earlier for earlier, later in pairwise(seconds)) < 1.6
     assert all(time.step_s.low <= time.step_s.value <= time.step_s.high for time in times)
     assert [time.degraded for time in times] == [probability > 0.5 for probability in probabilities]

@@ -178,7 +178,7 @@ def test_a_large_model_on_hundreds_of_gpus_is_predicted_plausibly() -> None:
     )
     prediction = predict_run(config)
     assert prediction.time is not None
-    assert 0.3 < build_predicted_row(config, prediction)["mfu"] < 0.5
+    assert 0.28 < build_predicted_row(config, prediction)["mfu"] < 0.5
     assert prediction.memory.module == "stage 0 on rank 0"  # which has the most micro-batches in flight
     # A stage has a quarter of the blocks; 12 bytes of states per parameter, over tensor x shards, and whole gradients.
     assert prediction.memory.parts["parameters"] + prediction.memory.parts["optimizer"] == pytest.approx(
