@@ -65,12 +65,12 @@ class SingleDeviceSpeeds:
 def predict_kernel_seconds(samples: Sequence[CalibrationSample], hardware: Hardware) -> FloatArray:
     """Seconds that predictions come to for matrix products, attention and operators of one format, in short bursts."""
     return compute_kernel_seconds(
-        build_kernels(samples), _lift_power_limit(hardware), build_precision(samples[0].format)
+        build_kernels(samples), _describe_bursts(hardware), build_precision(samples[0].format)
     )
 
 
-def _lift_power_limit(hardware: Hardware) -> Hardware:
-    """The same without what its power limit takes from operations that last."""
+def _describe_bursts(hardware: Hardware) -> Hardware:
+    """The same as if nothing lasted, and one GPU were alone: without what a power limit and other GPUs take."""
     speeds = hardware.speeds
     assert speeds is not None
     matmul, attention = speeds.matmul, speeds.attention
@@ -79,7 +79,8 @@ def _lift_power_limit(hardware: Hardware) -> Hardware:
     if attention is not None:
         kernels = {name: dataclasses.replace(kernel, sustained_share=1.0) for name, kernel in attention.kernels.items()}
         attention = dataclasses.replace(attention, kernels=kernels)
-    return dataclasses.replace(hardware, speeds=dataclasses.replace(speeds, matmul=matmul, attention=attention))
+    speeds = dataclasses.replace(speeds, matmul=matmul, attention=attention, many_gpus_share=1.0)
+    return dataclasses.replace(hardware, speeds=speeds)
 
 
 def build_kernels(samples: Sequence[CalibrationSample]) -> KernelArrays:

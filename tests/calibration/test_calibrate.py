@@ -727,6 +727,13 @@ def get_fitted_speeds(fit: ComputeFit) -> HardwareSpeeds:
     return fit.build_speeds(*SINGLE_DEVICE_PLACEHOLDERS)
 
 
+def test_what_is_timed_is_compared_with_bursts_of_one_gpu() -> None:
+    truth = dataclasses.replace(H200_HARDWARE, speeds=KNOWN_GPU)
+    (sample,) = make_product_samples([(16384, 16384, 16384)], "bf16")[:1]
+    (seconds,) = predict_kernel_seconds([sample], truth)
+    assert sample.flops / seconds == pytest.approx(0.66 * 989e12, rel=0.03)
+
+
 def test_known_speeds_of_a_gpu_come_back() -> None:
     fit = fit_compute(make_gpu_samples(), H200_HARDWARE)
     speeds = get_fitted_speeds(fit)

@@ -262,7 +262,8 @@ def _compute_product_seconds(config: RunConfig, products: Sequence[MatrixProduct
         ),
         row_bytes=np.zeros(len(products), dtype=np.int64),
     )
-    seconds = compute_kernel_seconds(kernels, config.hardware, dataclasses.replace(config.precision, compute="bf16"))
+    hardware = build_hashable_hardware(config).hardware
+    seconds = compute_kernel_seconds(kernels, hardware, dataclasses.replace(config.precision, compute="bf16"))
     return float(seconds @ np.array([product.count for product in products]))
 
 
