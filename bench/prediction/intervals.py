@@ -154,11 +154,12 @@ def _add_memory_intervals(
         for metric in (ALLOCATED, RESERVED, DEVICE_USED)
     )
     finds_place = memory.verdict == FITS  # without an interval that is all that keeps what is allocated from fitting
+    allocated_range, reserved_range = allocated.widen(memory.allocated), reserved.widen(memory.reserved)
     memory = dataclasses.replace(
         memory,
-        allocated=allocated.widen(memory.allocated),
+        allocated=allocated_range,
         active=allocated.widen(memory.active),
-        reserved=reserved.widen(memory.reserved),
+        reserved=dataclasses.replace(reserved_range, low=max(reserved_range.low, allocated_range.low)),
         device_used=device_used.widen(memory.device_used),
     )
     if memory.capacity is None or memory.is_host_memory_short:

@@ -120,7 +120,7 @@ def test_a_sweep_is_predicted_and_nothing_runs(store, capsys):
         told_apart = sum(memory["parts_bytes"].values())
         assert 0 <= row["peak_allocated_bytes"] - told_apart < 16 * 2**20  # the matmul library's workspace
         low, high = row["peak_reserved_low_bytes"], row["peak_reserved_high_bytes"]
-        assert row["peak_allocated_bytes"] <= low <= row["peak_reserved_bytes"] <= high <= memory["capacity_bytes"]
+        assert row["peak_allocated_low_bytes"] <= low <= row["peak_reserved_bytes"] <= high <= memory["capacity_bytes"]
         parts = ("compute_s", "exposed_communication_s", "optimizer_s", "bubble_s")
         assert sum(spent[name] for name in parts) == pytest.approx(row["step_time_median_s"], rel=0.01)
         assert row["step_time_ci_low_s"] <= row["step_time_median_s"] <= row["step_time_ci_high_s"]

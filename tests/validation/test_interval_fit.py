@@ -106,10 +106,12 @@ def test_devices_of_which_less_is_known_have_no_narrower_intervals(metric: str) 
 @pytest.mark.slow
 def test_predictions_state_the_intervals_of_the_file() -> None:
     config = compose_run_config(
-        *("mode=predict", "model=gpt_tiny", "gpus=8", "strategy=ddp", "hardware=a100_80gb", "precision=bf16")
+        *("mode=predict", "model=gpt_350m", "gpus=8", "strategy=ddp", "hardware=a100_80gb", "precision=bf16"),
+        *("batch_size_per_gpu=8", "sequence_length=1024"),
     )
     (prediction,) = predict_runs([config])
     assert prediction.time is not None
+    assert is_time_known(config, prediction.time)
     device_class = classify_hardware(config.hardware)
     factors = find_factors("step time", device_class)
     step_s = prediction.time.step_s
