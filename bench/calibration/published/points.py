@@ -213,7 +213,8 @@ def read_collectives(name: str) -> pd.DataFrame:
 def read_best_bandwidth_shares(names: Sequence[str]) -> list[float]:
     """Shares of the bandwidth on paper that the best elementwise kernels and copies reached."""
     points = select_points(names, "^elementwise|^device-local copy")
-    return (points.value.astype(float) / points.gpu.map(POINT_BANDWIDTHS_GB_S)).tolist()
+    bandwidths_gb_s = points.gpu.map(POINT_BANDWIDTHS_GB_S).astype(float)  # of no rows pyarrow makes texts
+    return (points.value.astype(float) / bandwidths_gb_s).tolist()
 
 
 def read_streaming_norms(names: Sequence[str]) -> pd.DataFrame:
