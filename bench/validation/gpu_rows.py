@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from bench.config.compose import compose_config
 from bench.config.run_config import RunConfig, build_run_config
@@ -229,9 +230,9 @@ def _format_summary(title: str, rows: Sequence[GpuRow], quantity: str) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _list_methods(config: RunConfig) -> list[str]:
-    """What else changes how a step is carried out, beside strategy, precision and checkpointing, as it is typed."""
-    usual = compose_config({})
+def _list_methods(config: RunConfig, usual: dict[str, Any]) -> list[str]:
+    """What else changes how a step is carried out, beside strategy, precision and checkpointing, as it is typed, where
+    it differs from a composed configuration."""
     implementation = config.optimizer.implementation
     methods = {
         "optimizer": (config.optimizer.name, usual["optimizer"]["name"]),
@@ -248,11 +249,11 @@ def _list_methods(config: RunConfig) -> list[str]:
 def _format_row(row: GpuRow) -> str:
     config = row.config
     settings = [config.model.name, row.row["effective_strategy"], config.precision.name]
-    described = compose_config({"model": config.model.name})["model"]
-    changed = {key: value for key, value in row.row["config"]["model"].items() if described.get(key) != value}
+    usual = compose_config({"model": config.model.name})
+    changed = {key: value for key, value in row.row["config"]["model"].items() if usual["model"].get(key) != value}
     settings += [f"{key}={value}" for key, value in changed.items()]
     settings += ["compiled"] if config.compile else []
-    settings += _list_methods(config)
+    settings += _list_methods(config, usual)
     settings += [f"{config.gpus} x {config.batch_size_per_gpu} x {config.sequence_length}"]
     settings += [f"limit {config.hardware.memory_limit_gib:g} GiB"] if config.hardware.memory_limit_gib else []
     settings += ["rehearsed"] if row.row["evidence"] == "rehearsed" else []

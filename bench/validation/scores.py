@@ -169,7 +169,8 @@ def build_score(reading: Reading, first_prediction: Prediction, *further_predict
     prediction = read_as_published(reading, (first_prediction, *further_predictions))
     config, quantity, memory = reading.config, reading.quantity, prediction.memory
     assert quantity is not None
-    value, low, high = _compute_range(reading, config, prediction, quantity)
+    knows_time = prediction.time is not None and is_time_known(config, prediction.time)
+    value, low, high = _compute_range(reading, config, prediction, quantity, knows_time=knows_time)
     return Score(
         reading=reading,
         quantity=quantity,
@@ -181,7 +182,7 @@ def build_score(reading: Reading, first_prediction: Prediction, *further_predict
         device_class=classify_hardware(config.hardware),
         strategy=config.effective_strategy,
         is_layout=is_layout(config),
-        is_time_known=prediction.time is not None and is_time_known(config, prediction.time),
+        is_time_known=knows_time,
         family=config.model.family,
         parameters=config.model.num_parameters,
         gpus=config.gpus,
@@ -193,16 +194,15 @@ def build_score(reading: Reading, first_prediction: Prediction, *further_predict
 
 
 def _compute_range(
-    reading: Reading, config: RunConfig, prediction: Prediction, quantity: Quantity
+    reading: Reading, config: RunConfig, prediction: Prediction, quantity: Quantity, *, knows_time: bool
 ) -> tuple[float, float, float]:
     if quantity.kind == FIT:
         value = {FITS: 0.0, DOES_NOT_FIT: 1.0}.get(_find_verdict(reading, prediction) or "", 0.5)
         return value, value, value
-    is_known = quantity.kind != SPEED or (prediction.time is not None and is_time_known(config, prediction.time))
     factors = find_factors(
         INTERVAL_METRICS[quantity.kind],
         classify_hardware(config.hardware),
-        is_complete=reading.is_complete and is_known,
+        is_complete=reading.is_complete and (quantity.kind != SPEED or knows_time),
         is_layout=is_layout(config),
     )
     if quantity.kind != SPEED:
