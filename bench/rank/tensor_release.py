@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.utils._pytree import tree_leaves
 
 PATCHED_COLLECTIVES = (
@@ -207,14 +208,23 @@ def _reduce_scatter(tensor: torch.Tensor, reduce_op: str, group_size: int, group
     return torch.ops._c10d_functional.reduce_scatter_tensor_out(tensor, reduce_op, group_size, group, out=out)
 
 
+def _all_to_all(tensor: torch.Tensor, output_splits: list[int], input_splits: list[int], group: Any) -> torch.Tensor:
+    out = tensor.new_empty((sum(output_splits), *tensor.shape[1:]))
+    group = group if isinstance(group, dist.ProcessGroup) else distributed_c10d._resolve_process_group(group)
+    dist.all_to_all_single(out, tensor, output_splits, input_splits, group)
+    return out
+
+
 FUNCTIONAL_COLLECTIVES: dict[str, Callable[..., Any]] = {
     "all_reduce": _all_reduce,
     "all_gather_into_tensor": _all_gather,
     "reduce_scatter_tensor": _reduce_scatter,
+    "all_to_all_single": _all_to_all,
 }
-"""Of ``torch.ops._c10d_functional``, what DTensors call, which returns before it is done; and the same by its variant
-that writes into a given tensor. (`torch.library.get_kernel` gives the operator's own kernel, but calls it with Python's
-lock held, for which a thread of gloo waits that lets go of a tensor: both then wait for ever.)"""
+"""Of ``torch.ops._c10d_functional``, what DTensors, context and expert parallelism call, which returns before it is
+done; and the same by an operator that writes into a given tensor. (`torch.library.get_kernel` gives the operator's own
+kernel, but calls it with Python's lock held, for which a thread of gloo waits that lets go of a tensor: both then wait
+for ever.)"""
 
 
 def count_references(tensor: torch.Tensor) -> int:
