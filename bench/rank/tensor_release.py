@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.utils._pytree import tree_leaves
 
+from bench.models.float8 import all_gather_as_bytes
+
 PATCHED_COLLECTIVES = (
     "all_gather",
     "all_gather_single",
@@ -198,11 +200,6 @@ def _all_reduce(tensor: torch.Tensor, reduce_op: str, group: Any) -> torch.Tenso
     return torch.ops._c10d_functional.all_reduce_(output, reduce_op, group)
 
 
-def _all_gather(tensor: torch.Tensor, group_size: int, group: Any) -> torch.Tensor:
-    out = tensor.new_empty((tensor.shape[0] * group_size, *tensor.shape[1:]))
-    return torch.ops._c10d_functional.all_gather_into_tensor_out(tensor, group_size, group, out=out)
-
-
 def _reduce_scatter(tensor: torch.Tensor, reduce_op: str, group_size: int, group: Any) -> torch.Tensor:
     out = tensor.new_empty((tensor.shape[0] // group_size, *tensor.shape[1:]))
     return torch.ops._c10d_functional.reduce_scatter_tensor_out(tensor, reduce_op, group_size, group, out=out)
@@ -217,7 +214,7 @@ def _all_to_all(tensor: torch.Tensor, output_splits: list[int], input_splits: li
 
 FUNCTIONAL_COLLECTIVES: dict[str, Callable[..., Any]] = {
     "all_reduce": _all_reduce,
-    "all_gather_into_tensor": _all_gather,
+    "all_gather_into_tensor": all_gather_as_bytes,
     "reduce_scatter_tensor": _reduce_scatter,
     "all_to_all_single": _all_to_all,
 }

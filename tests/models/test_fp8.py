@@ -61,7 +61,10 @@ DIVIDED_RUNS = {
     "mesh/pp2-fsdp2+1f1b": (SMALL_LLAMA, "strategy=mesh", "strategy.pipeline=2"),
     "mesh/fsdp2-tp2+sequence": (SMALL_LLAMA, "strategy=mesh", "strategy.tensor=2"),
     "mesh/ddp2-cp2+ring": (SMALL_LLAMA, "strategy=mesh", "strategy.context=2", "strategy.data=ddp"),
+    "mesh/ddp2-tp2+sequence": (SMALL_GPT, "strategy=mesh", "strategy.tensor=2", "strategy.data=ddp"),
+    "mesh/tp4+sequence": (SMALL_LLAMA, "strategy=mesh", "strategy.tensor=4", "compile=true"),
     "tensor_parallel/2x2+sequence+fsdp": (SMALL_LLAMA, "strategy=tensor_parallel", "strategy.degree=2"),
+    "tensor_parallel/4+sequence": (SMALL_T5, "strategy=tensor_parallel", "strategy.degree=4"),
     "pipeline/1f1b+ddp": (SMALL_LLAMA, "strategy=pipeline", "strategy.stages=2"),
     "mesh/fsdp2-ep2": (SMALL_MOE, "strategy=mesh", "strategy.expert=2"),
 }
@@ -90,6 +93,24 @@ def test_divided_models_train_in_8_bits_like_one_process_and_keep_what_is_predic
         assert row["losses"] != bf16_losses
         expected = predict_run(compose_run_config(*run)).memory.allocated.value
         assert row["peak_allocated_bytes"] == pytest.approx(expected, rel=0.03), layout
+
+
+@needs_library
+@pytest.mark.parametrize("model", [SMALL_LLAMA, SMALL_GPT, SMALL_T5], ids=["llama", "gpt", "t5"])
+def test_layers_that_ranks_share_gather_8_bits_where_they_are_scaled_by_tensors(model: tuple[str, ...]) -> None:
+    gathered_bytes = {}
+    for name, knobs in {
+        "bf16": ("precision=bf16",),
+        "tensorwise": ("precision=fp8",),
+        "rowwise": ("precision=fp8", "precision.float8=rowwise"),
+    }.items():
+        config = compose_run_config(*model, *H100, *knobs, "strategy=tensor_parallel", "strategy.degree=2", "gpus=2")
+        collectives = [
+            event for segment in trace_step(build_trace_key(config), 2).segments for event in segment.collectives
+        ]
+        gathered_bytes[name] = sum(event.size for event in collectives if event.kind == "all-gather")
+    assert gathered_bytes["tensorwise"] < 0.55 * gathered_bytes["bf16"]
+    assert gathered_bytes["rowwise"] == gathered_bytes["bf16"]
 
 
 @needs_library
@@ -254,15 +275,23 @@ def test_what_is_known_of_fp8_changes_no_other_run() -> None:
 
 @needs_library
 @pytest.mark.slow
-@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
-def test_scaled_products_of_asynchronous_tensor_parallelism_go_on_beside_their_exchange(scaling: str) -> None:
+@pytest.mark.parametrize(
+    ("scaling", "expected_overlaps"),
+    [
+        ("tensorwise", [("all-gather", 24), ("reduce-scatter", 8), ("all-gather", 16), ("reduce-scatter", 8)]),
+        ("rowwise", [("reduce-scatter", 8), ("reduce-scatter", 8)]),  # gathered in 16 bits, and rounded afterwards
+    ],
+)
+def test_scaled_products_of_asynchronous_tensor_parallelism_go_on_beside_their_exchange(
+    scaling: str, expected_overlaps: list[tuple[str, int]]
+) -> None:
     run = ("model=llama3_8b", "gpus=8", "strategy=mesh", "strategy.tensor=8", "compile=true", "hardware=h100_80gb")
     knobs = ("strategy.async_tensor_parallel=true", "precision=fp8", f"precision.float8={scaling}", "mode=predict")
     key = build_trace_key(compose_run_config(*run, *knobs, "sequence_length=4096", "batch_size_per_gpu=1"))
     (segment,) = (each for each in trace_step(key, 8).segments if (each.phase, each.place) == ("forward", (0, 1)))
     waited = [event for event in segment.collectives if event.waited_kernel is not None]
-    assert [event.kind for event in waited] == ["reduce-scatter"] * 2
-    for event in waited:
+    assert [event.kind for event in waited] == [kind for kind, _ in expected_overlaps]
+    for event, (_, num_products) in zip(waited, expected_overlaps, strict=True):
         beside = segment.kernels[event.kernel : event.waited_kernel]
-        assert [kernel.operator for kernel in beside] == ["_scaled_mm"] * 8
+        assert [kernel.operator for kernel in beside] == ["_scaled_mm"] * num_products
         assert sum(kernel.flops for kernel in beside) > 0

@@ -257,9 +257,7 @@ def _report_output_strides(lowering: Any) -> None:
     context = TracingContext.try_get()
     if context is not None and context.output_strides is not None:
         context.output_strides += [
-            tuple(str(stride) for stride in output.get_layout().stride)  # type: ignore[misc]
-            if output.has_tensor_output()
-            else None
+            tuple(int(stride) for stride in output.get_layout().stride) if output.has_tensor_output() else None
             for output in lowering.graph_outputs
         ]
 

@@ -16,6 +16,7 @@ from torch.nn.utils import parametrize
 
 from bench.models import Batch, Family
 from bench.models.division import LayerDivision, PipelineStageModule
+from bench.models.float8 import exchange_in_float8
 from bench.strategies.step_plan import TENSOR_GROUP
 
 
@@ -35,6 +36,8 @@ class TensorParallelSplit:
     def divide_model(self, family: Family, model: nn.Module, mesh: DeviceMesh) -> LayerDivision:
         """Divide a model that is on meta: its layers' parameters become DTensors on the mesh of their ranks."""
         layer_division = family.build_layer_division(model, sequence_parallel=self.sequence_parallel)
+        if self.sequence_parallel:
+            exchange_in_float8(layer_division)
         layer_division.apply_to_model(model, mesh)
         return layer_division
 
