@@ -273,7 +273,7 @@ def _begin_search(config: RunConfig) -> RunConfig:
     """With the batch to try first: several sequences where training state leaves memory for them, since what a batch of
     one costs is traced by itself, and need not be known then."""
     smallest, hardware = _find_smallest_batch(config), config.hardware
-    state_bytes = TRAINING_STATE_BYTES * config.model.num_parameters / config.strategy.resolved_sharding_factor
+    state_bytes = TRAINING_STATE_BYTES * config.model.num_parameters / config.strategy.num_parameter_shards
     if config.valid_batch_sizes or hardware.memory_gb is None or state_bytes >= hardware.memory_gb * 1e9:
         return config.resize_batch(smallest)
     num_sequences = FIRST_SEQUENCES if state_bytes < hardware.memory_gb * 1e9 / 2 else FIRST_SEQUENCES // 2

@@ -224,7 +224,7 @@ def _describe_sharding_reason(
     config = best.config
     if config.gpus == 1:
         return f"it fits on the one GPU there is, {format_memory_use(best)}"
-    if config.strategy.resolved_sharding_factor == 1:
+    if config.strategy.num_parameter_shards == 1:
         return (
             f"a whole copy of the model fits on each GPU ({format_memory_use(best)}), so nothing needs to be gathered"
         )
@@ -235,7 +235,7 @@ def _describe_sharding_reason(
             f"{describe_speed_difference(replicated, best)}"
         )
     elif oversized_candidates := [
-        candidate for candidate in infeasible if candidate.config.strategy.resolved_sharding_factor == 1
+        candidate for candidate in infeasible if candidate.config.strategy.num_parameter_shards == 1
     ]:
         misfit_text = (
             "for each GPU does not fit"
@@ -251,7 +251,7 @@ def _describe_sharding_reason(
 def _find_replicated(candidates: Sequence[RankedCandidate]) -> RankedCandidate | None:
     """The fastest of those with a whole copy per GPU, of those that never gather if there are any."""
     replicated_candidates = [
-        candidate for candidate in candidates if candidate.config.strategy.resolved_sharding_factor == 1
+        candidate for candidate in candidates if candidate.config.strategy.num_parameter_shards == 1
     ]
     never_resharded = [
         candidate
@@ -287,7 +287,7 @@ def _describe_network_cost(best: RankedCandidate, possible: Sequence[RankedCandi
 def _describe_runner_up(best: RankedCandidate, fitting: Sequence[RankedCandidate]) -> str:
     """How the next approach compares, and how sure that is."""
     described_approaches = {_find_approach(best)}
-    replicated = None if best.config.strategy.resolved_sharding_factor == 1 else _find_replicated(fitting)
+    replicated = None if best.config.strategy.num_parameter_shards == 1 else _find_replicated(fitting)
     if replicated is not None:
         described_approaches.add(_find_approach(replicated))
     other_candidates = [candidate for candidate in fitting if _find_approach(candidate) not in described_approaches]

@@ -18,6 +18,7 @@ from bench.config.run_checks import check_run
 from bench.config.run_id import (
     ADDED_FIELD_DEFAULTS,
     compute_run_id,
+    convert_earlier_strategy,
     get_added_strategy_knobs,
     get_fields,
     to_plain_value,
@@ -320,6 +321,7 @@ def build_run_config(raw: dict[str, Any]) -> RunConfig:
     UsageError
         Naming the field, the value and the valid choices.
     """
+    is_recorded = "global_batch" not in raw  # which no row has
     raw = {
         "finetune": {"name": "full"},
         "rehearse": {"rank": None},
@@ -340,6 +342,8 @@ def build_run_config(raw: dict[str, Any]) -> RunConfig:
         **get_added_strategy_knobs(raw["strategy"]),
         **raw["strategy"],
     }  # nor how its knobs of later were
+    if is_recorded:
+        raw["strategy"] = convert_earlier_strategy(raw["strategy"])
     raw["hardware"] = convert_earlier_attention(raw["hardware"])
     raw["model"] = section_classes["model"].complete_fields(raw["model"])  # type: ignore[attr-defined]
     built_sections = {key: _build_section(key, section_classes[key], raw[key]) for key in SECTION_NAMES}

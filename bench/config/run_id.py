@@ -96,6 +96,13 @@ def get_added_strategy_knobs(strategy: Mapping[str, Any]) -> dict[str, object]:
     return knobs_by_strategy.get(str(strategy.get("name")), {})
 
 
+def convert_earlier_strategy(strategy: Mapping[str, Any]) -> dict[str, Any]:
+    """The section of a recorded configuration as it is typed today: of ZeRO-1 rows say 1 where optimizer state is
+    divided among all ranks."""
+    is_full = (strategy.get("name"), strategy.get("sharding_factor")) == ("zero1", 1)
+    return {**strategy, "sharding_factor": "full"} if is_full else dict(strategy)
+
+
 FORMATS_ADDED_LATER = {"fp8"}
 """Formats that GPUs were described for later: what is known of them is part of the identity of runs that compute in
 them alone."""

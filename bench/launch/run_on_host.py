@@ -236,7 +236,7 @@ def compute_model_state_bytes(config: RunConfig) -> int:
         )
     else:
         bits = getattr(config.finetune, "bits", 8 * config.precision.parameter_dtype.itemsize)
-        bytes_per_weight = bits / 8 * config.gpus / config.strategy.resolved_sharding_factor
+        bytes_per_weight = bits / 8 * config.gpus / config.strategy.num_parameter_shards
     return round(num_weights * bytes_per_weight * config.active_processes / config.gpus)
 
 

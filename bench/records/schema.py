@@ -61,7 +61,11 @@ COLUMNS: tuple[RecordColumn, ...] = (
         effective_strategy="strategy the run really used, with how it shards and, where only adapters are trained, "
         "lora or qlora: fsdp/full_shard_lora",
     ),
-    *_build_columns("Int64", sharding_factor="ranks that one copy of the model is spread over: 1 replicates"),
+    *_build_columns(
+        "Int64",
+        sharding_factor="ranks that one copy of the model is spread over: 1 replicates; of zero1/hybrid ranks that one "
+        "copy of optimizer state is divided among",
+    ),
     *_build_columns(
         "string",
         precision="precision asked for (fp32, tf32, bf16, fp16, bf16_pure, fp8)",

@@ -87,8 +87,8 @@ class Strategy(ABC):
     name: str
     """File under bench/strategies, or module path, that defines the subclass."""
     sharding_factor: int | str
-    """Ranks one copy of the model is spread over: a divisor of the world size, `node` for the ranks of one machine,
-    or `full` for the world size."""
+    """Ranks one copy of the model (of ZeRO-1: of its optimizer state) is spread over: a divisor of the world size,
+    `node` for the ranks of one machine, or `full` for the world size."""
 
     presentation: ClassVar[Presentation] = Presentation()
     """How reports call and colour it: written with literals alone (`bench.core.presentation`)."""
@@ -198,6 +198,11 @@ class Strategy(ABC):
         """The sharding factor of a resolved strategy."""
         assert isinstance(self.sharding_factor, int), "resolve the strategy first"
         return self.sharding_factor
+
+    @property
+    def num_parameter_shards(self) -> int:
+        """Ranks that the parameters of a copy of the model are spread over, of the resolved strategy."""
+        return self.resolved_sharding_factor
 
     @property
     def offloaded_state(self) -> str:

@@ -12,8 +12,20 @@ if TYPE_CHECKING:
     from bench.strategies.base import Strategy
 
 
-def parse_rank_count(field: str, requested: int | str, world_size: int, ranks_per_node: int, min_ranks: int = 1) -> int:
+def parse_rank_count(
+    field: str,
+    requested: int | str,
+    world_size: int,
+    ranks_per_node: int,
+    min_ranks: int = 1,
+    alternative: str = "another strategy",
+) -> int:
     """Ranks that a knob means: a divisor of the world size, ``node`` (the ranks of one machine) or ``full`` (all).
+
+    Parameters
+    ----------
+    alternative: str
+        What else to choose where fewer than `min_ranks` are asked for.
 
     Raises
     ------
@@ -36,7 +48,7 @@ def parse_rank_count(field: str, requested: int | str, world_size: int, ranks_pe
         raise ImpossibleError(
             f"{field}={requested} is not valid with gpus={world_size} and gpus_per_node={ranks_per_node}, where that "
             "is "
-            f"fewer than {min_ranks} ranks: choose {alternatives}, or another strategy."
+            f"fewer than {min_ranks} ranks: choose {alternatives}, or {alternative}."
         )
     return num_ranks
 

@@ -31,6 +31,7 @@ GIB = 2**30
         (("gpus=1", "precision=bf16_pure"), 8),
         (("gpus=1", "optimizer=sgd"), 8),
         (("gpus=4", "strategy=zero1"), 4 * 8 + 8),
+        (("gpus=4", "strategy=zero1", "strategy.sharding_factor=2"), 4 * 8 + 2 * 8),
         (("gpus=4", "strategy=deepspeed", "strategy.stage=0"), 64),
         (("gpus=4", "strategy=deepspeed", "strategy.stage=1"), 4 * 8 + 12),
         (("gpus=4", "strategy=deepspeed", "strategy.stage=1", "precision=bf16"), 4 * 4 + 12),

@@ -10,15 +10,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
+from bench.config.run_config import build_run_config
 from bench.core.errors import ImpossibleError, UsageError
 from bench.hardware.speeds import GlooSpeed, LinkSpeeds
 from bench.prediction.cost.collectives import CollectiveGroup, compute_collective_seconds
+from bench.prediction.cost.rank_speed import build_collective_group
 from bench.prediction.predictor import predict_run
 from bench.prediction.simulation.parameter_layout import build_parameter_layout
 from bench.rank.rehearsal_group import init_rehearsal_group
+from bench.reporting.page.rerun_command import list_overrides
+from bench.strategies.step_plan import SHARD_GROUP, WORLD_GROUP
 from bench.strategies.zero1 import partition_parameters
 from tests.conftest import SMALL_GPT, SMALL_T5, compose_run_config
-from tests.strategies.test_strategy_plans import Notebook, config, plan_of, step
+from tests.strategies.test_strategy_plans import Notebook, config, plan_of, sent, step
 
 STEPS = ("sequence_length=16", "measurement.warmup_steps=2", "measurement.steps=1", "optimizer.learning_rate=1e-3")
 
@@ -100,6 +104,9 @@ def test_without_a_hook_a_run_is_what_it_was() -> None:
 
 Execute = Callable[..., list[dict[str, Any]]]
 
+HALVES = "strategy.sharding_factor=2"
+"""Of 4 ranks."""
+
 
 @pytest.mark.long
 @pytest.mark.slow
@@ -111,6 +118,8 @@ def test_zero_computes_what_one_process_does_and_keeps_what_is_predicted(execute
             "ddp": ("strategy=ddp",),
             "zero1": ("strategy=zero1",),
             "together": ("strategy=zero1", "strategy.parameters_as_bucket_view=true"),
+            "hybrid": ("strategy=zero1", HALVES),
+            "hybrid together": ("strategy=zero1", HALVES, "strategy.parameters_as_bucket_view=true"),
             "zero2": ("strategy=zero2",),
             "zero2_fsdp1": ("strategy=zero2_fsdp1",),
         }.items()
@@ -123,21 +132,26 @@ def test_zero_computes_what_one_process_does_and_keeps_what_is_predicted(execute
         expected = predict_run(compose_run_config(*asked[name])).memory.allocated.value
         assert record["peak_allocated_bytes"] == pytest.approx(expected, rel=0.01), name
     assert single["losses"][-1] < single["losses"][0] - 0.01
-    assert [runs[name]["effective_strategy"] for name in ("zero1", "zero2", "zero2_fsdp1")] == [
+    assert [runs[name]["effective_strategy"] for name in ("zero1", "hybrid", "zero2", "zero2_fsdp1")] == [
         "zero1",
+        "zero1/hybrid",
         "fsdp/shard_grad_op",
         "fsdp1/shard_grad_op",
     ]
-    # Stage 1 saves three quarters of the two states of AdamW.
+    # Stage 1 saves three quarters of the two states of AdamW; among 2 of the 4 ranks a half.
     states = 2 * 4 * runs["ddp"]["parameters"]
-    saved = runs["ddp"]["peak_allocated_bytes"] - runs["zero1"]["peak_allocated_bytes"]
+    saved, saved_by_halves = (
+        runs["ddp"]["peak_allocated_bytes"] - runs[name]["peak_allocated_bytes"] for name in ("zero1", "hybrid")
+    )
     assert 0.4 * states < saved < 0.8 * states
+    assert 0.3 * states < saved_by_halves < 0.55 * states
 
 
 @pytest.mark.slow
-def test_a_rehearsed_rank_keeps_its_part(execute: Execute) -> None:
-    run = (*SMALL_GPT, *STEPS, "strategy=zero1")
-    real, alone = execute((*run, "gpus=2"), (*run, "gpus=2", "mode=rehearse"))
+@pytest.mark.parametrize("knobs", [("gpus=2",), ("gpus=4", HALVES)], ids=["full", "hybrid"])
+def test_a_rehearsed_rank_keeps_its_part(execute: Execute, knobs: tuple[str, ...]) -> None:
+    run = (*SMALL_GPT, *STEPS, "strategy=zero1", *knobs)
+    real, alone = execute(run, (*run, "mode=rehearse"))
     first = real["ranks"][0]["peak_allocated_bytes"]
     assert alone["peak_allocated_bytes"] == pytest.approx(first, rel=0.01)
 
@@ -176,6 +190,42 @@ def test_the_updated_parameters_are_sent_once() -> None:
     assert compute_collective_seconds("broadcast", size, eight, gloo) == pytest.approx(3 * (1e-4 + 1.0))
 
 
-def test_zero1_shards_no_parameters() -> None:
-    with pytest.raises(ImpossibleError, match=r"sharding_factor=2 is not valid for strategy=zero1"):
-        compose_run_config(*SMALL_T5, "strategy=zero1", "strategy.sharding_factor=2", "gpus=4")
+@pytest.mark.parametrize(
+    ("factor", "message"),
+    [
+        (1, r"sharding_factor=1 is not valid with gpus=4 .* fewer than 2 ranks: choose 2 or more, or strategy=ddp\."),
+        (3, r"sharding_factor=3 is not valid: choose a divisor of the world size, gpus=4: 2, 4\."),
+        ("half", r"sharding_factor=half is not valid: choose full, node, or a whole number of at least 2\."),
+    ],
+)
+def test_zero1_divides_optimizer_state_among_some_ranks(factor: int | str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        compose_run_config(*SMALL_T5, "strategy=zero1", f"strategy.sharding_factor={factor}", "gpus=4")
+
+
+def test_zero1_among_all_ranks_is_the_run_that_it_was() -> None:
+    """Its row says a factor of 1, as rows of before there was a choice."""
+    run = (*SMALL_T5, "strategy=zero1", "gpus=4", "gpus_per_node=2")
+    full, hybrid = compose_run_config(*run), compose_run_config(*run, HALVES)
+    assert full.strategy.sharding_factor == 1
+    assert full.run_id == compose_run_config(*run, "strategy.sharding_factor=4").run_id != hybrid.run_id
+    assert hybrid.run_id == compose_run_config(*run, "strategy.sharding_factor=node").run_id
+    for config in (full, hybrid):
+        assert build_run_config(config.to_dict()).run_id == config.run_id
+    typed = list_overrides(full.to_dict(), {**full.requested, "sharding_factor": 1})  # as older rows say
+    assert not [text for text in typed if "sharding_factor" in text]
+
+
+def test_updated_parameters_are_sent_within_a_group_alone() -> None:
+    run = {"strategy": "zero1", "model": "gpt_350m", "gpus": 16}
+    full, hybrid = config(**run), config(**run, **{"strategy.sharding_factor": "node"})
+    size = 4 * full.model.num_parameters
+    device = sent(hybrid)
+    assert device.volume("broadcast", SHARD_GROUP) == pytest.approx(size, rel=1e-3)
+    assert device.volume("broadcast", WORLD_GROUP) == 0
+    assert device.volume("all-reduce", WORLD_GROUP) == pytest.approx(size, rel=1e-3)
+    assert sent(full).volume("broadcast", WORLD_GROUP) == pytest.approx(size, rel=1e-3)
+    assert build_collective_group(hybrid, SHARD_GROUP) == CollectiveGroup(8, 8)
+    times = [predict_run(run).time for run in (full, hybrid)]
+    assert times[0] is not None and times[1] is not None
+    assert times[1].step_s.value < times[0].step_s.value

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from bench.config.run_id import ADDED_KNOB_DEFAULTS, DEFAULT_SETTLING_S
+from bench.config.run_id import ADDED_KNOB_DEFAULTS, DEFAULT_SETTLING_S, convert_earlier_strategy
 from bench.core.installation import DATA_FOLDER
 from bench.records import Record
 from bench.records.matching import flatten_config
@@ -64,7 +64,8 @@ def list_overrides(config: Mapping[str, Any], requested: Mapping[str, Any]) -> l
         The strategy's knobs as they were asked for, which stand instead of what they were resolved to.
     """
     overrides = []
-    sections = {**config, **({"strategy": {**(config.get("strategy") or {}), **requested}} if requested else {})}
+    strategy = convert_earlier_strategy({**(config.get("strategy") or {}), **requested})
+    sections = {**config, **({"strategy": strategy} if strategy else {})}
     for group in CONFIG_GROUPS:
         section = sections.get(group) or {}
         if group == "model" and section.get("family") == HF_OPTION_NAME:  # which is named after its file
