@@ -210,8 +210,8 @@ def test_zero1_among_all_ranks_is_the_run_that_it_was() -> None:
     assert full.strategy.sharding_factor == 1
     assert full.run_id == compose_run_config(*run, "strategy.sharding_factor=4").run_id != hybrid.run_id
     assert hybrid.run_id == compose_run_config(*run, "strategy.sharding_factor=node").run_id
-    for config in (full, hybrid):
-        assert build_run_config(config.to_dict()).run_id == config.run_id
+    for resolved in (full, hybrid):
+        assert build_run_config(resolved.to_dict()).run_id == resolved.run_id
     typed = list_overrides(full.to_dict(), {**full.requested, "sharding_factor": 1})  # as older rows say
     assert not [text for text in typed if "sharding_factor" in text]
 
@@ -227,5 +227,6 @@ def test_updated_parameters_are_sent_within_a_group_alone() -> None:
     assert sent(full).volume("broadcast", WORLD_GROUP) == pytest.approx(size, rel=1e-3)
     assert build_collective_group(hybrid, SHARD_GROUP) == CollectiveGroup(8, 8)
     times = [predict_run(run).time for run in (full, hybrid)]
-    assert times[0] is not None and times[1] is not None
+    assert times[0] is not None
+    assert times[1] is not None
     assert times[1].step_s.value < times[0].step_s.value
