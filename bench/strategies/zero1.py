@@ -44,7 +44,7 @@ class ZeRO1Strategy(DDPStrategy):
         label="ZeRO-1",
         position=30,
         colour="#8772e6",
-        kinds={"": ("", ""), "hybrid": ("hybrid", "#5b45b8")},
+        kinds={"": ("", ""), "hybrid": ("hybrid", "#5f48bd")},
         markers={"": "P", "hybrid": "p"},
     )
     training_terms = (
