@@ -208,3 +208,23 @@ def test_fp8_is_read_as_compiled_where_blocks_can_be() -> None:
     assert dict(shared.settings)["compile"] == "true"
     assert dict(staged.settings)["compile"] == "true"
     assert any("fused" in assumption for assumption in staged.assumptions)
+
+
+def test_tensor_parallelism_overlaps_where_its_source_says_so() -> None:
+    line = {**LINE, "source_key": "megatron_bridge_perf", "gpu": "B200", "precision": "bf16"}
+    shared, alone, experts = (
+        read_line(1, {**line, "sharding": f"TP {tensor}, PP 2, CP 1, VP n/a, EP {expert}"})
+        for tensor, expert in ((2, "n/a"), (1, "n/a"), (2, 2))
+    )
+    assert dict(shared.settings)["strategy.async_tensor_parallel"] == "true", shared.reason
+    assert dict(shared.settings)["compile"] == "true"
+    assert any("overlaps" in assumption for assumption in shared.assumptions)
+    for other in (alone, experts):
+        assert "strategy.async_tensor_parallel" not in dict(other.settings), other.reason
+
+
+def test_zero_1_within_a_node_divides_optimizer_state_there() -> None:
+    line = {**LINE, "source_key": "internevo_perf", "gpu_count": "64", "gpu": "A100"}
+    within = read_line(1, {**line, "strategy": "ZeRO-1", "sharding": "8 ranks (one node)"})
+    assert dict(within.settings)["strategy.sharding_factor"] == "node", within.reason
+    assert dict(within.settings)["strategy"] == "zero1"
