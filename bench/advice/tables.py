@@ -148,7 +148,7 @@ def _format_share(share: float | None) -> str:
 def _list_columns(budget: TrainingBudget, flops: str) -> list[CandidateColumn]:
     columns: list[CandidateColumn] = [
         ("strategy", False, lambda candidate: format_strategy_name(candidate.config)),
-        ("F", True, lambda candidate: str(candidate.config.strategy.resolved_sharding_factor)),
+        ("F", True, lambda candidate: str(candidate.config.strategy.count_divided_ranks(candidate.config.gpus))),
         ("reshard", False, lambda candidate: format_reshard(candidate.config)),
         ("offloaded", False, lambda candidate: candidate.config.strategy.offloaded_state or MISSING),
         ("precision", False, lambda candidate: candidate.config.precision.name),

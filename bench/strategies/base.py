@@ -204,6 +204,10 @@ class Strategy(ABC):
         """Ranks that the parameters of a copy of the model are spread over, of the resolved strategy."""
         return self.resolved_sharding_factor
 
+    def count_divided_ranks(self, world_size: int) -> int:
+        """Ranks that a copy of what the resolved strategy divides is spread over."""
+        return self.resolved_sharding_factor
+
     @property
     def offloaded_state(self) -> str:
         """What is kept in the memory of the machine around the devices, in words; empty for nothing."""

@@ -86,8 +86,8 @@ class ZeRO1Strategy(DDPStrategy):
     def num_parameter_shards(self) -> int:
         return 1
 
-    def count_state_shards(self, world_size: int) -> int:
-        """Ranks that the resolved strategy divides optimizer state among."""
+    def count_divided_ranks(self, world_size: int) -> int:
+        """Of optimizer state."""
         return self.resolved_sharding_factor if self.is_hybrid else world_size
 
     def describe_effective_strategy(self, world_size: int) -> str:
@@ -112,7 +112,7 @@ class ZeRO1Strategy(DDPStrategy):
         self, precision: Precision, states_per_parameter: float, world_size: int
     ) -> float:
         """Every rank's parameters and gradients, and a copy of the optimizer's states for each group."""
-        state_copies = world_size // self.count_state_shards(world_size)
+        state_copies = world_size // self.count_divided_ranks(world_size)
         return precision.parameter_dtype.itemsize * (2 * world_size + state_copies * states_per_parameter)
 
     def plan(self, inputs: PlanInputs) -> StepPlan:
@@ -126,7 +126,7 @@ class ZeRO1Plan(DDPPlan):
     def __init__(self, strategy: ZeRO1Strategy, inputs: PlanInputs) -> None:
         super().__init__(strategy, inputs)
         self._sends_partition_as_one = strategy.parameters_as_bucket_view
-        num_ranks = strategy.count_state_shards(inputs.world_size)
+        num_ranks = strategy.count_divided_ranks(inputs.world_size)
         self._partitions = partition_parameters(inputs.trained_parameters, num_ranks)
         self._state_group = SHARD_GROUP if strategy.is_hybrid else WORLD_GROUP
 
