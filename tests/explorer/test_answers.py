@@ -78,9 +78,9 @@ QUESTIONS = (
         "model=gpt_125m&hardware=a100_40gb&gpus=2&batch_size_per_gpu=4&sequence_length=1024",
         "fits",
         lambda answer: (
-            answer.advice.startswith("Use FSDP2 full shard without resharding")
-            and "a whole copy of the model fits on each GPU too, but DDP" in answer.advice
-            and answer.best.strategy == "FSDP2 full shard without resharding"
+            answer.advice.startswith("Use DDP")
+            and "a whole copy of the model fits on each GPU" in answer.advice
+            and answer.best.strategy == "DDP"
             and answer.num_options > 5
         ),
     ),
