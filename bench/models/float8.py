@@ -78,7 +78,7 @@ def exchange_in_float8(division: LayerDivision) -> None:
     Hidden states are scaled and rounded before they are gathered for a product, and so are gradients behind one, as
     ``torchao.float8.float8_tensor_parallel`` does it. It knows one scale per tensor; layers with others are left.
     """
-    float8_layers = [module for module, _ in division.parallel_styles if _is_scaled_by_tensor(module)]
+    float8_layers = {module for module, _ in division.parallel_styles if _is_scaled_by_tensor(module)}
     if not float8_layers:
         return
     from torchao.float8 import float8_tensor_parallel as torchao_parallel
@@ -132,7 +132,7 @@ def _is_scaled_by_tensor(module: nn.Module) -> bool:
     return all(cast.scaling_granularity.value == "tensorwise" for cast in casts)
 
 
-def _gathers_for(module: nn.Module, style: PrepareModuleInput, float8_layers: list[nn.Module]) -> bool:
+def _gathers_for(module: nn.Module, style: PrepareModuleInput, float8_layers: set[nn.Module]) -> bool:
     """Whether what a style gathers goes to these layers and to no other product."""
     layouts = [*(style.input_layouts or ()), *style.input_kwarg_layouts.values()]
     is_gathered = [layout is not None and layout.is_shard() for layout in layouts]

@@ -18,12 +18,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 from bench.models import Batch, Family
 from bench.models.base import IGNORED_LABEL
 from bench.models.division import SEQUENCE_SHARD, LayerDivision, PipelineStageModule
-from bench.models.float8 import exchange_in_float8
 from bench.strategies.mesh.context import ContextSplit
 from bench.strategies.mesh.experts import divide_experts
 from bench.strategies.mesh.layout import CONTEXT, EXPERT, SHARDS, TENSOR, MeshLayout, RankMesh
 from bench.strategies.step_plan import CONTEXT_GROUP, EXPERT_GROUP, TENSOR_GROUP
-from bench.strategies.tensor_parallel.split import TensorParallelSplit
+from bench.strategies.tensor_parallel.split import TensorParallelSplit, divide_tensor_layers
 
 
 @dataclass(frozen=True)
@@ -71,10 +70,7 @@ def divide_layers(
     division = LayerDivision()
     sequence_splits: list[ParallelStyle] = []
     if tensor_mesh is not None:
-        division = family.build_layer_division(model, sequence_parallel=sequence_parallel)
-        if sequence_parallel:
-            exchange_in_float8(division)
-        division.apply_to_model(model, tensor_mesh)
+        division = divide_tensor_layers(family, model, tensor_mesh, sequence_parallel=sequence_parallel)
         if sequence_parallel:
             first_blocks = [blocks[0] for blocks in family.find_block_lists(model)]
             sequence_splits = [style for module, style in division.parallel_styles if module in first_blocks]

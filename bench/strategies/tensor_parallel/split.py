@@ -20,6 +20,17 @@ from bench.models.float8 import exchange_in_float8
 from bench.strategies.step_plan import TENSOR_GROUP
 
 
+def divide_tensor_layers(
+    family: Family, model: nn.Module, mesh: DeviceMesh, *, sequence_parallel: bool
+) -> LayerDivision:
+    """Divide the layers of a model that is on meta over a mesh of one dimension, as its family states it."""
+    division = family.build_layer_division(model, sequence_parallel=sequence_parallel)
+    if sequence_parallel:
+        exchange_in_float8(division)
+    division.apply_to_model(model, mesh)
+    return division
+
+
 @dataclass(frozen=True)
 class TensorParallelSplit:
     """Over how many ranks every layer is split, and how."""
@@ -35,11 +46,7 @@ class TensorParallelSplit:
 
     def divide_model(self, family: Family, model: nn.Module, mesh: DeviceMesh) -> LayerDivision:
         """Divide a model that is on meta: its layers' parameters become DTensors on the mesh of their ranks."""
-        layer_division = family.build_layer_division(model, sequence_parallel=self.sequence_parallel)
-        if self.sequence_parallel:
-            exchange_in_float8(layer_division)
-        layer_division.apply_to_model(model, mesh)
-        return layer_division
+        return divide_tensor_layers(family, model, mesh, sequence_parallel=self.sequence_parallel)
 
     # What a trace of one rank's part asks, in a process group of as many ranks as share it.
 
