@@ -107,13 +107,23 @@ def check_run(config: RunConfig) -> None:
 
 def _check_divided_recomputation(config: RunConfig) -> None:
     """Raise `ImpossibleError` where torch's compiler fails on a block of divided layers, parts of which are computed
-    again: it keeps their mesh among the tensors for backward (torch 2.13; not with every model)."""
+    again: it keeps their mesh among the tensors for backward (torch 2.13; not with every model); and where it compiles
+    parts of a block alone, which are computed again as a whole."""
     split = config.strategy.build_tensor_parallel_split()
-    is_divided = split is not None and split.degree > 1
-    modes_in_parts = (SELECTIVE, OPERATORS, ALTERNATE_OPERATORS)
-    if config.compile and is_divided and config.activation_checkpointing in modes_in_parts:
-        raise ImpossibleError(
-            f"activation_checkpointing={config.activation_checkpointing} is not valid with compile=true and layers "
-            "that ranks share, of which torch's compiler would keep the mesh among the tensors for backward: choose "
-            "none or full, or compile=false."
+    if split is None or not config.compile:
+        return
+    if config.activation_checkpointing not in (SELECTIVE, OPERATORS, ALTERNATE_OPERATORS):
+        return
+    if split.degree > 1:
+        reason = "layers that ranks share, of which torch's compiler would keep the mesh among the tensors for backward"
+    elif split.breaks_graphs:
+        reason = (
+            "experts or sequences that ranks share, where torch's compiler breaks a block's graph, and recomputes its "
+            "parts as a whole"
         )
+    else:
+        return
+    raise ImpossibleError(
+        f"activation_checkpointing={config.activation_checkpointing} is not valid with compile=true and {reason}: "
+        "choose none or full, or compile=false."
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,9 @@ from torch import nn
 from bench.models.base import Family
 
 
-def compile_blocks(family: Family, model: nn.Module, *, are_divided: bool = False) -> None:
+def compile_blocks(
+    family: Family, model: nn.Module, *, are_divided: bool = False, graph_breaks: Collection[nn.Module] = ()
+) -> None:
     """Compile each block in place, after it was checkpointed and before it is wrapped.
 
     Parameters
@@ -19,13 +21,30 @@ def compile_blocks(family: Family, model: nn.Module, *, are_divided: bool = Fals
     are_divided: bool
         Ranks share layers. torch's DDPOptimizer, which cuts a graph where a bucket of gradients ends, would hand plain
         tensors from part to part where the next one has DTensors (torch 2.13): then DDP reduces a block's gradients
-        when all of its backward is done.
+        when all of its backward is done. AOTAutograd's cache on disk knows a graph by the shape of its DTensors' mesh
+        and not by the names of the mesh's process groups, which the graph has, and which other layouts have not: it is
+        not used.
+    graph_breaks: collection of modules
+        See `list_compiled_parts`.
     """
     if are_divided:
+        from torch._functorch import config as autograd_config  # brings the compiler along
+
         torch._dynamo.config.optimize_ddp = False
+        autograd_config.enable_autograd_cache = False
     for blocks in family.find_block_lists(model):
         for block in blocks:
-            block.compile()
+            for part in list_compiled_parts(block, graph_breaks):
+                # Of parts of one class and several sizes torch would else make a graph for sizes that are not known.
+                part.compile(dynamic=None if part is block else False)
+
+
+def list_compiled_parts(block: nn.Module, graph_breaks: Collection[nn.Module]) -> list[nn.Module]:
+    """What is compiled of a block: the block, or its largest parts with parameters that have no module of
+    `graph_breaks`, at which torch's compiler would break the block's graph."""
+    if graph_breaks and any(module in graph_breaks for module in block.modules()):
+        return [part for child in block.children() for part in list_compiled_parts(child, graph_breaks)]
+    return [block] if any(True for _ in block.parameters()) else []
 
 
 class BlockGroup(nn.Module):

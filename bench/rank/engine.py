@@ -143,7 +143,9 @@ def build_engine(
     if activation_offload:
         offload_activations(family, model, PinnedTransfer())
     if compile:
-        compile_blocks(family, model, are_divided=strategy.build_tensor_parallel_split() is not None)
+        split = strategy.build_tensor_parallel_split()
+        graph_breaks = () if split is None else split.find_graph_breaks(model)
+        compile_blocks(family, model, are_divided=split is not None, graph_breaks=graph_breaks)
     chunked_loss = None if loss_chunks is None else ChunkedLoss(family, model, loss_chunks)
 
     def build_optimizer(parameters: Iterable[Any]) -> torch.optim.Optimizer:

@@ -349,6 +349,24 @@ def test_memory_of_compiled_layers_that_ranks_share_is_what_is_measured(execute:
     check_measured_memory(execute, {"one": (*run, "gpus=1", "strategy=single")}, worst=0.002)  # nothing is being sent
 
 
+@pytest.mark.long
+@pytest.mark.slow
+def test_memory_of_blocks_compiled_in_parts_is_what_is_measured(execute: Execute) -> None:
+    run = ("hardware=cpu", "gpus=2", "batch_size_per_gpu=4", "compile=true", "strategy=mesh", "sequence_length=64")
+    run = (*run, "measurement.warmup_steps=2", "measurement.steps=1")
+    runs = {
+        "ring": (*run, "model=llama_tiny", CONTEXT),
+        "ring, full": (*run, "model=llama_tiny", CONTEXT, "activation_checkpointing=full"),
+        "all_gather": (*run, "model=gpt_tiny", CONTEXT, "strategy.context_form=all_gather", "strategy.data=ddp"),
+        "expert": (*run, "model=moe_tiny", EXPERT),
+        "expert, full": (*run, "model=moe_tiny", EXPERT, "activation_checkpointing=full"),
+        "tensor, ring": (*run, "model=llama_tiny", "gpus=4", CONTEXT, TENSOR),
+        "tensor, expert": (*run, "model=moe_tiny", "gpus=4", EXPERT, TENSOR),
+        "pipeline, expert": (*run, "model=moe_tiny", "gpus=4", EXPERT, PIPELINE),
+    }
+    check_measured_memory(execute, runs)
+
+
 @pytest.mark.slow
 def test_products_of_asynchronous_tensor_parallelism_go_on_beside_their_exchange() -> None:
     run = ("model=llama3_8b", "gpus=8", "strategy.tensor=8", "compile=true", "sequence_length=4096")

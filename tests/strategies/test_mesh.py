@@ -209,6 +209,19 @@ WAYS: dict[str, tuple[str, tuple[str, ...], dict[str, tuple[str, ...]], float]] 
         },
         1e-5,
     ),
+    "compile, in parts of blocks": (
+        "moe",
+        ("compile=true",),
+        {
+            "fsdp2-cp2+ring": (CONTEXT,),
+            "ddp2-cp2+all_gather": (CONTEXT, DDP, "strategy.context_form=all_gather", "activation_checkpointing=full"),
+            "cp2-tp2+ring+sequence": (TENSOR, CONTEXT),
+            "fsdp2-ep2": (EXPERT, "activation_checkpointing=full"),
+            "ep2-tp2+sequence": (TENSOR, EXPERT),
+            "pp2-ep2+1f1b": (PIPELINE, EXPERT),
+        },
+        1e-5,
+    ),
     "bf16": (
         "moe",
         ("precision=bf16",),
@@ -379,8 +392,10 @@ REFUSED = {
     "accumulation": (("gpt", PIPELINE, "gradient_accumulation=2"), "accumulate gradients already"),
     "chunked": (("gpt", "loss=chunked"), "loss=chunked is not valid for strategy=mesh"),
     "offload": (("gpt", "activation_offload=true"), "activation_offload=true is not valid for strategy=mesh"),
-    "compile, expert": (("moe", EXPERT, "compile=true"), "breaks a block's graph where tokens are sent to experts"),
-    "compile, ring": (("llama", CONTEXT, "compile=true"), "context_form=ring: .* Choose false, or all_to_all"),
+    "compile, expert, operators": (
+        ("moe", EXPERT, "compile=true", "activation_checkpointing=operators"),
+        "recomputes its parts as a whole: choose none or full",
+    ),
     "compile, selective": (
         ("llama", TENSOR, "compile=true", "activation_checkpointing=selective"),
         "keep the mesh among the tensors for backward: choose none or full",

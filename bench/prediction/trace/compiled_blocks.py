@@ -24,6 +24,7 @@ from torch import fx, nn
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._prims import rng_prims
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed import _symmetric_memory as symmetric_memory
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.tensor import DTensor
@@ -32,10 +33,11 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from bench.models.blocks import list_compiled_parts
 from bench.prediction.trace.fake_tensors import TracingFakeTensorMode
 from bench.prediction.trace.op_recorder import run_attention_backward
 from bench.prediction.trace.overlapped_products import OVERLAPPED_PRODUCTS
-from bench.strategies.tensor_parallel.split import wrap_like_dtensor
+from bench.strategies.tensor_parallel.split import TensorParallelSplit, wrap_like_dtensor
 
 FUSED_OPERATOR = "fused"
 """Name of a kernel that the compiler wrote."""
@@ -82,20 +84,27 @@ if not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm.out", "M
         return out
 
 
-def compile_blocks(block_lists: Iterable[Iterable[nn.Module]], *, overlaps_products: bool = False) -> None:
-    """Give each block, after it was checkpointed, the forward and backward that ``block.compile()`` gives it.
+def compile_blocks(
+    block_lists: Iterable[Iterable[nn.Module]], model: nn.Module, split: TensorParallelSplit | None
+) -> None:
+    """Give each block of a model, after it was checkpointed, the forward and backward that ``compile()`` gives it, or
+    gives its parts where ranks share the model so that torch compiles these alone.
 
-    Blocks are compiled when they are first called, for the shapes of that call.
-
-    Parameters
-    ----------
-    overlaps_products: bool
-        Collectives go on beside the products whose operands or results they are.
+    They are compiled when they are first called, for the shapes of that call.
     """
+    overlaps_products = split is not None and split.overlaps_products
+    graph_breaks = () if split is None else split.find_graph_breaks(model)
     programs: dict[str, Program] = {}
     for blocks in block_lists:
         for block in blocks:
-            block.forward = _CompiledForward(block, programs, overlaps_products)
+            for part in list_compiled_parts(block, graph_breaks):
+                part.forward = _CompiledForward(part, programs, overlaps_products)
+
+
+def find_compiled_part(block: nn.Module, layer: nn.Module) -> nn.Module | None:
+    """The compiled part of a block that a layer of it is in, or is; None where it runs as it is."""
+    parts = (module for module in block.modules() if isinstance(module.forward, _CompiledForward))
+    return next((part for part in parts if layer in part.modules()), None)
 
 
 class _CompiledForward:
@@ -150,6 +159,7 @@ class _CompiledForward:
             fake_mode,
             tracing(TracingContext(fake_mode)),
             mock.patch.object(torch, "get_rng_state", torch.random.get_rng_state),  # which a trace on a CPU follows
+            saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor),  # not those of checkpointing around it
         ):
             _run_once(compiled, tensors)
         returned_inputs, output_structure = outputs[0]

@@ -207,7 +207,7 @@ def _trace_stage(key: StageTraceKey, short_stage: ShortStage, batch_size: int) -
         return tuple(torch.empty(batch_size, *shape, **tensor_options) for shape in shapes)
 
     if trace_key.compile:
-        compile_blocks(stage.block_lists, overlaps_products=split is not None and split.overlaps_products)
+        compile_blocks(stage.block_lists, stage, split)
     compute_loss = family.compute_loss if split is None else split.build_loss(family)
     trace_recorder = TraceRecorder(on_cpu=trace_key.device == "cpu")
     trace_recorder.op_recorder.group_kinds = short_stage.group_kinds

@@ -26,7 +26,7 @@ from bench.models.chunked_loss import ChunkedLoss
 from bench.models.division import strip_checkpoint_wrappers
 from bench.models.experts import list_experts
 from bench.models.materialize import fill_buffers
-from bench.prediction.trace.compiled_blocks import compile_blocks
+from bench.prediction.trace.compiled_blocks import compile_blocks, find_compiled_part
 from bench.prediction.trace.cpu_memory import track_rng_states
 from bench.prediction.trace.fake_process_group import join_fake_process_group, split_model
 from bench.prediction.trace.fake_tensors import TracingFakeTensorMode
@@ -85,8 +85,7 @@ def trace_step(key: TraceKey, batch_size: int, *, whole_model: bool = False) -> 
     block_positions = None if period == 1 else find_block_positions(family, key.family, period)
     checkpoint_blocks(family, model, key.activation_checkpointing, block_positions, sequence_length=key.sequence_length)
     if key.compile:
-        overlaps_products = key.split is not None and key.split.overlaps_products
-        compile_blocks(family.find_block_lists(model), overlaps_products=overlaps_products)
+        compile_blocks(family.find_block_lists(model), model, key.split)
     trace_recorder = TraceRecorder(on_cpu=key.device == "cpu")
     if key.activation_offload:
         offload_activations(family, model, PinnedTransfer() if key.device == "cpu" else TracedTransfer(trace_recorder))
@@ -107,11 +106,11 @@ def trace_step(key: TraceKey, batch_size: int, *, whole_model: bool = False) -> 
         locations = locate_parameters(family, model)
         trace_recorder.watch_model(family, model, locations)
         if key.shards_fp32_separately:
-            trace_recorder.watch_layers(family, model, set(family.find_fp32_modules(model)), key.compile)
+            trace_recorder.watch_layers(family, model, set(family.find_fp32_modules(model)))
         if key.shards_trained_separately:
-            trace_recorder.watch_layers(family, model, set(find_trained_layers(family, model)), key.compile)
+            trace_recorder.watch_layers(family, model, set(find_trained_layers(family, model)))
         if key.shards_experts_separately:
-            trace_recorder.watch_layers(family, model, set(list_experts(model)), key.compile)
+            trace_recorder.watch_layers(family, model, set(list_experts(model)))
         if key.widens_outputs:
             model.register_forward_hook(_convert_logits_to_fp32)
         engine = Engine(
@@ -255,13 +254,13 @@ class TraceRecorder:
         block.register_forward_pre_hook(start_forward)
         block.register_forward_hook(end_forward)
 
-    def watch_layers(self, family: Family, model: nn.Module, layers: set[nn.Module], is_compiled: bool) -> None:
+    def watch_layers(self, family: Family, model: nn.Module, layers: set[nn.Module]) -> None:
         """Note where the passes of layers that are sharded by themselves begin and end; of layers within compiled
-        blocks, where those of their blocks do."""
+        parts of blocks, where those of the parts do."""
         for block in (block for blocks in family.find_block_lists(model) for block in blocks):
             for name, layer in block.named_modules():
                 if layer in layers:
-                    self._watch_layer(layer, strip_checkpoint_wrappers(name), block if is_compiled else layer)
+                    self._watch_layer(layer, strip_checkpoint_wrappers(name), find_compiled_part(block, layer) or layer)
 
     def _watch_layer(self, layer: nn.Module, name: str, watched_module: nn.Module) -> None:
         def note_pass(kind: str) -> None:

@@ -9,7 +9,7 @@ from bench.core.errors import ImpossibleError, invalid_value_error
 from bench.core.precision import Precision
 from bench.models import Family
 from bench.strategies.base import StepSettings
-from bench.strategies.mesh.context import ALL_GATHER, ALL_TO_ALL, RING
+from bench.strategies.mesh.context import ALL_TO_ALL
 from bench.strategies.mesh.layout import CONTEXT, EXPERT, PIPELINE, SHARDS, TENSOR
 from bench.strategies.pipeline.schedule import SPLIT_BACKWARD_SCHEDULES
 from bench.strategies.pipeline.schedule_checks import check_schedule, check_stage_blocks
@@ -262,17 +262,6 @@ def _check_compile(strategy: MeshStrategy) -> None:
         raise ImpossibleError(
             f"compile=true is not valid with strategy.schedule={strategy.schedule}, since torch does not split the "
             "backward of compiled stages into that of inputs and of weights: choose false, or strategy.schedule=1f1b."
-        )
-
-    if strategy.layout.get_degree(EXPERT) > 1:
-        raise ImpossibleError(
-            f"compile=true is not valid with strategy.expert={strategy.expert}: torch's compiler breaks a block's "
-            "graph where tokens are sent to experts, since how many go where is known on the host alone. Choose false."
-        )
-    if strategy.context_form in (RING, ALL_GATHER):
-        raise ImpossibleError(
-            f"compile=true is not valid with strategy.context_form={strategy.context_form}: torch's compiler breaks a "
-            "block's graph at attention whose keys and values come from other ranks. Choose false, or all_to_all."
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from bench.models import Batch, Family
 from bench.models.base import IGNORED_LABEL
 from bench.models.division import SEQUENCE_SHARD, LayerDivision, PipelineStageModule
-from bench.strategies.mesh.context import ContextSplit
+from bench.models.experts import list_experts
+from bench.strategies.mesh.context import ALL_TO_ALL, ContextSplit
 from bench.strategies.mesh.experts import divide_experts
 from bench.strategies.mesh.layout import CONTEXT, EXPERT, SHARDS, TENSOR, MeshLayout, RankMesh
 from bench.strategies.step_plan import CONTEXT_GROUP, EXPERT_GROUP, TENSOR_GROUP
@@ -139,6 +140,22 @@ class MeshSplit(TensorParallelSplit):
     @property
     def num_ranks(self) -> int:
         return self.degree * self.context * self.expert
+
+    @property
+    def breaks_graphs(self) -> bool:
+        return self.expert > 1 or self._attends_to_others
+
+    @property
+    def _attends_to_others(self) -> bool:
+        """Keys and values of other ranks come while attention is computed, or before."""
+        return self.context > 1 and self.context_form != ALL_TO_ALL
+
+    def find_graph_breaks(self, model: nn.Module) -> Collection[nn.Module]:
+        """Experts that tokens are sent to, and attention whose keys and values come from other ranks."""
+        breaks: set[nn.Module] = set(list_experts(model)) if self.expert > 1 else set()
+        if self._attends_to_others:
+            breaks |= {module for module in model.modules() if hasattr(module, "is_causal")}  # transformers' attention
+        return breaks
 
     @property
     def group_names(self) -> tuple[str, ...]:

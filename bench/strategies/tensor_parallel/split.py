@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -43,6 +43,15 @@ class TensorParallelSplit:
 
     overlaps_products = False
     """The compiler has collectives go on beside the products whose operands or results they are."""
+
+    @property
+    def breaks_graphs(self) -> bool:
+        """Whether a block has `find_graph_breaks`."""
+        return False
+
+    def find_graph_breaks(self, model: nn.Module) -> Collection[nn.Module]:
+        """Modules at which torch's compiler breaks the graph of a block, since what they exchange it does not know."""
+        return ()
 
     def divide_model(self, family: Family, model: nn.Module, mesh: DeviceMesh) -> LayerDivision:
         """Divide a model that is on meta: its layers' parameters become DTensors on the mesh of their ranks."""
