@@ -234,8 +234,7 @@ MEMORY_RULES = (
         "ZeRO-1",
         "4 + 12 / N",
         lambda n: WEIGHT_BYTES + GRADIENT_BYTES + ADAM_BYTES / n,
-        None,
-        "no strategy here shards that alone",
+        {"strategy": "zero1"},
     ),
     MemoryRule(
         "ZeRO-2",

