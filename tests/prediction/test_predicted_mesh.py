@@ -368,6 +368,13 @@ def test_memory_of_blocks_compiled_in_parts_is_what_is_measured(execute: Execute
 
 
 @pytest.mark.slow
+def test_what_torch_remembers_of_one_trace_s_mesh_does_not_reach_another() -> None:
+    run = ("model=gpt_125m", "gpus=16", "strategy.tensor=4", "strategy.pipeline=2", "compile=true")
+    for length in (256, 512):  # the second one failed: torch's shardings named the first one's mesh
+        assert timed(meshed(*run, f"sequence_length={length}", "batch_size_per_gpu=2")).step_s.value > 0
+
+
+@pytest.mark.slow
 def test_products_of_asynchronous_tensor_parallelism_go_on_beside_their_exchange() -> None:
     run = ("model=llama3_8b", "gpus=8", "strategy.tensor=8", "compile=true", "sequence_length=4096")
     plain, overlapped = (meshed(*run, f"strategy.async_tensor_parallel={flag}") for flag in ("false", "true"))
