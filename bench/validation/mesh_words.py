@@ -41,6 +41,10 @@ MAX_EXACT_MICRO_BATCHES = 64
 VIRTUAL_STAGES_PATTERN = r"\bvp[ =:_-]{0,2}(\d+)"
 COPIES_PATTERN = r"\bdp[ =:_-]{0,2}(\d+)"
 
+OVERLAPPED_OPTIMIZER_PATTERN = r"distributed optimizer\b.*overlap"
+"""Megatron's distributed optimizer, which reduces gradients as a rank's part of them is complete and gathers parameters
+as forward needs them (``--overlap-grad-reduce --overlap-param-gather``)."""
+
 DATA_PATTERNS = (
     (r"fsdp(?! ?[=:]? ?(?:0|false))|zero[ -]?3", "fsdp"),
     (r"zero[ -]?1|distributed optim", "zero1"),
@@ -130,6 +134,13 @@ def build_layout_overrides(degrees: Mapping[str, int], words: str, gpus: int) ->
         raise NotExpressibleError(f"the degrees of {words.strip()} do not come to {gpus} GPUs")
     data = next((value for pattern, value in DATA_PATTERNS if re.search(pattern, words)), "ddp")
     assumptions = []
+    if re.search(OVERLAPPED_OPTIMIZER_PATTERN, words) and degrees["pipeline"] > 1 and gpus > ranks_per_copy:
+        data = "fsdp"
+        settings["strategy.reshard_after_forward"] = "false"
+        assumptions.append(
+            "Megatron's distributed optimizer, whose communication overlaps, is predicted as FSDP2, which gathers "
+            "parameters and reduces gradients once a step in a pipeline"
+        )
     if data == "zero1" and degrees["expert"] > 1:
         data = "ddp"
         assumptions.append("states of the optimizer are not divided beside expert parallelism")

@@ -69,10 +69,13 @@ def compute_state_difference(reading: Reading, memory: MemoryPrediction) -> floa
     assert reading.state_bytes is not None
     config = reading.config
     whole_bytes, divided_bytes = reading.state_bytes
+    layout, data = config.strategy.layout, config.strategy.data  # type: ignore[attr-defined]
     parameters = memory.parts["parameters"] / config.precision.parameter_dtype.itemsize
-    copies = config.strategy.layout.get_degree("replicas", "shards", "context", "expert")  # type: ignore[attr-defined]
-    num_parts = copies if getattr(config.strategy, "data", "") == "zero1" else 1
+    num_parts = 1 if data == "ddp" else layout.get_degree("replicas", "shards", "context", "expert")
     predicted = sum(memory.parts[part] for part in STATE_PARTS)
+    if data == "fsdp":
+        parameters *= layout.get_degree("shards")
+        predicted += memory.parts["gathered"]
     return parameters * (whole_bytes + divided_bytes / num_parts) - predicted
 
 

@@ -15,7 +15,7 @@ from bench.validation.interval_fit import list_residuals, name_row_class
 from bench.validation.layouts import compute_rank_correlation, list_rank_correlations
 from bench.validation.mesh_words import count_ranks_per_copy, plan_micro_batches
 from bench.validation.metrics import Quantity
-from bench.validation.other_software import compute_state_difference, compute_waited_seconds
+from bench.validation.other_software import STATE_PARTS, compute_state_difference, compute_waited_seconds
 from bench.validation.readings import Reading, build_published_config, read_line
 from bench.validation.scores import Score, build_score
 
@@ -81,6 +81,16 @@ def test_memory_is_that_of_software_that_keeps_states_as_megatron_does() -> None
     parameters = prediction.memory.parts["parameters"] / 2
     states = sum(prediction.memory.parts[part] for part in ("parameters", "gradients", "optimizer"))
     assert compute_state_difference(reading, prediction.memory) == pytest.approx(parameters * (6 + 12 / 2) - states)
+
+
+def test_states_are_the_same_whichever_strategy_a_distributed_optimizer_is_predicted_as() -> None:
+    states = []
+    for words, parts in (("", STATE_PARTS), (" with overlap", (*STATE_PARTS, "gathered"))):
+        reading = dataclasses.replace(read(sharding=f"PP2, distributed optimizer{words}"), state_bytes=(6.0, 12.0))
+        (prediction, *_) = predict_runs([reading.config])
+        predicted = sum(prediction.memory.parts[part] for part in parts)
+        states.append(predicted + compute_state_difference(reading, prediction.memory))
+    assert states[1] == pytest.approx(states[0], rel=1e-3)  # ranks of FSDP have equal parts, rounded up
 
 
 def test_software_that_receives_in_turn_has_one_buffer_for_all_micro_batches() -> None:
@@ -194,11 +204,10 @@ def test_layouts_have_intervals_of_their_own_and_noisy_rows_fit_none() -> None:
 
 
 def test_fp8_is_read_as_compiled_where_blocks_can_be() -> None:
-    for divided in ("CP 2", "EP 2"):
-        reason = read_line(1, {**LINE, "sharding": divided, "precision": "fp8", "gpu": "H100"}).reason
-        assert reason == "FP8 in kernels that are fused, where sequences or experts are divided"
-    layouts = ("PP2, distributed optimizer", "TP2 PP2, distributed optimizer")
-    staged, shared = (
+    experts = read_line(1, {**LINE, "sharding": "EP 2", "precision": "fp8", "gpu": "H100"})
+    assert experts.reason == "FP8 of experts' products, which the suite computes in 16 bit"
+    layouts = ("PP2, distributed optimizer", "TP2 PP2, distributed optimizer", "CP 2")
+    staged, shared, divided = (
         read_line(1, {**LINE, "sharding": layout, "precision": "fp8", "gpu": "H100"}) for layout in layouts
     )
     if importlib.util.find_spec("torchao") is None:
@@ -206,8 +215,19 @@ def test_fp8_is_read_as_compiled_where_blocks_can_be() -> None:
         assert "needs torchao" in staged.reason
         return
     assert dict(shared.settings)["compile"] == "true"
+    assert dict(divided.settings)["compile"] == "true"
     assert dict(staged.settings)["compile"] == "true"
     assert any("fused" in assumption for assumption in staged.assumptions)
+
+
+def test_a_distributed_optimizer_that_overlaps_is_read_as_what_does_so_in_a_pipeline() -> None:
+    words = "distributed optimizer with overlap"
+    layouts = (f"PP2, {words}", "PP2, distributed optimizer", f"TP2, {words}", f"PP4, {words}")
+    staged, plain, shared, alone = (read_line(1, {**LINE, "sharding": layout, "gpu_count": "4"}) for layout in layouts)
+    assert dict(staged.settings)["strategy.data"] == "fsdp"
+    assert dict(staged.settings)["strategy.reshard_after_forward"] == "false"
+    assert any("once a step" in assumption for assumption in staged.assumptions)
+    assert [dict(reading.settings)["strategy.data"] for reading in (plain, shared, alone)] == ["zero1", "zero1", "ddp"]
 
 
 def test_tensor_parallelism_overlaps_where_its_source_says_so() -> None:
