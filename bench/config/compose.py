@@ -20,6 +20,7 @@ from bench.config.groups import (
 )
 from bench.config.hydra_calls import format_first_line, get_top_level_key, parse_override, to_plain_dict
 from bench.config.parts import ConfigPart, compose_parts, compute_part_value
+from bench.config.run_id import to_plain_value
 from bench.core.errors import UsageError, unknown_field_error
 from bench.hardware import interconnect
 
@@ -81,7 +82,7 @@ def compose_config(settings: Mapping[str, str]) -> dict[str, Any]:
         parts[NODE_SIZE_KEY] = _follow_node_size(parts)
     resolved_values = _resolve_parts(parts)
     return {
-        key: _copy_plain_value(resolved_values[key] if key in resolved_values else compute_part_value(part))
+        key: to_plain_value(resolved_values[key] if key in resolved_values else compute_part_value(part))
         for key, part in parts.items()
     }
 
@@ -103,13 +104,6 @@ def _follow_node_size(parts: Mapping[str, ConfigPart]) -> ConfigPart:
         return part
     size = interconnect.choose_gpus_per_node(gpus, node_size) if gpus > node_size else node_size
     return part._replace(fields=(f"{NODE_SIZE_KEY}={size}",))
-
-
-def _copy_plain_value(value: Any) -> Any:
-    """`copy.deepcopy` of plain values, in a fifth of its time."""
-    if isinstance(value, dict):
-        return {key: _copy_plain_value(inner) for key, inner in value.items()}
-    return [_copy_plain_value(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _resolve_parts(parts: Mapping[str, ConfigPart]) -> dict[str, Any]:

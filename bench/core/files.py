@@ -127,22 +127,31 @@ MAX_SHOWN_LENGTH = 60
 
 
 def encode_record(record: Mapping[str, Any]) -> str:
-    """The row as JSON text, ASCII only. Never raises because of a value: what JSON cannot hold is written as text."""
-    return _encode_json(record, indent=1)
+    """The row as JSON text, ASCII only, a column to the line: Python's fast encoder does not know lines. Never raises
+    because of a value: what JSON cannot hold is written as text."""
+    lines = (
+        f" {_encode_json(name, _COLUMN_ENCODER)}: {_encode_json(value, _COLUMN_ENCODER)}"
+        for name, value in record.items()
+    )
+    return "{\n" + ",\n".join(lines) + "\n}"
 
 
 def encode_line(value: Any) -> str:
     """A row, or a value of one, in one line without spaces, as `encode_record` writes values."""
-    return _encode_json(value, separators=(",", ":"))
+    return _encode_json(value, _LINE_ENCODER)
 
 
-def _encode_json(value: Any, **options: Any) -> str:
+_COLUMN_ENCODER = json.JSONEncoder(allow_nan=False)
+_LINE_ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
+
+
+def _encode_json(value: Any, encoder: json.JSONEncoder) -> str:
     try:
-        text = json.dumps(value, allow_nan=False, **options)
+        text = encoder.encode(value)
     except (ValueError, TypeError):
-        text = json.dumps(_to_json_value(value), allow_nan=False, **options)
+        text = encoder.encode(_to_json_value(value))
     if "\\ud" in text and not _is_unicode(json.loads(text)):
-        text = json.dumps(_to_json_value(value), allow_nan=False, **options)
+        text = encoder.encode(_to_json_value(value))
     return text
 
 

@@ -96,14 +96,17 @@ def find_user_packages(*parts: Any) -> tuple[str, ...]:
 
 
 def _iterate_user_packages(part: Any) -> Iterator[str]:
-    for base_class in type(part).__mro__:
-        package = base_class.__module__.partition(".")[0]
-        if package != __package__.partition(".")[0] and package not in sys.stdlib_module_names:
-            yield package
+    yield from _find_class_packages(type(part))
     if dataclasses.is_dataclass(part):
         for value in vars(part).values():
             if dataclasses.is_dataclass(value):
                 yield from _iterate_user_packages(value)
+
+
+@functools.cache
+def _find_class_packages(kind: type) -> frozenset[str]:
+    packages = {base_class.__module__.partition(".")[0] for base_class in kind.__mro__}
+    return frozenset(packages - {__package__.partition(".")[0]} - sys.stdlib_module_names)
 
 
 def _list_package_files(name: str) -> list[Path]:

@@ -121,7 +121,7 @@ def unpack_store(store: Path, output: Path) -> tuple[int, list[str]]:
             raise UsageError(f"The store {store} holds no rows to unpack.{_format_first(unreadable)}")
         texts = {get_row_path(output, *key): encode_record(row) + "\n" for key, row in rows.items()}
         for path, text in texts.items():
-            if path.exists() and path.read_bytes() != text.encode():
+            if path.exists() and not _is_row_of(path, text):
                 raise invalid_value_error("--output", output, f"a folder that has no other row at {path}")
         for path, text in texts.items():
             files.make_folder(path.parent)
@@ -291,6 +291,14 @@ def _verify_rows(path: str, sorted_rows: Sequence[Record]) -> None:
     decoded_rows = [row.decode() for row in packed.list_rows()]
     if packed.problems or [*map(encode_record, decoded_rows)] != [*map(encode_record, sorted_rows)]:
         raise AssertionError(f"rows are not read back as they were packed: {packed.problems[:1]}")
+
+
+def _is_row_of(path: Path, text: str) -> bool:
+    """Whether a file holds the row of a text, wherever its lines end: earlier versions broke them elsewhere."""
+    try:
+        return encode_record(read_json(path)) + "\n" == text
+    except ValueError:
+        return False
 
 
 def _write_file(path: Path, text: str, check: Callable[[str], None] = lambda temporary_path: None) -> None:

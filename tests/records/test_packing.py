@@ -94,6 +94,17 @@ def test_unpacking_gives_the_files_again(live, packed, tmp_path):
     assert read_files(tmp_path / "unpacked") == read_files(live)
 
 
+def test_unpacking_leaves_rows_that_lie_there_however_their_lines_are_broken(packed, tmp_path):
+    unpack_store(packed, tmp_path / "unpacked")
+    files = sorted((tmp_path / "unpacked").glob("*/*.json"))
+    for path in files:
+        path.write_text(json.dumps(json.loads(path.read_text()), indent=1) + "\n")
+    unpack_store(packed, tmp_path / "unpacked")
+    files[0].write_text(json.dumps(json.loads(files[0].read_text()) | {"seed": 99}))
+    with pytest.raises(UsageError, match="no other row"):
+        unpack_store(packed, tmp_path / "unpacked")
+
+
 def test_the_lines_are_sorted_and_leave_out_what_all_rows_share(live, packed):
     header, *lines = (json.loads(line) for line in read_lines(packed))
     assert (header["format"], header["format_version"]) == ("fsdp-bench rows", 1)

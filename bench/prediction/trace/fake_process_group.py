@@ -10,7 +10,6 @@ from unittest import mock
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -35,6 +34,8 @@ def join_fake_process_group(world_size: int) -> Iterator[None]:
         yield
     finally:
         # torch remembers how operators divide their results by the shape of a mesh, and then finds a mesh that is gone.
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # takes half a second
+
         _clear_sharding_prop_cache()
         dist.destroy_process_group()
         sys.excepthook = excepthook
