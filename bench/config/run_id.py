@@ -210,7 +210,7 @@ def _get_non_default_fields(section: Any) -> dict[str, Any]:
 
 def get_fields(section: Any) -> dict[str, Any]:
     """Fields of a dataclass as they are: `dataclasses.asdict` copies every value, which takes as long as all else."""
-    return {name: getattr(section, name) for name in _list_field_names(type(section))}
+    return {name: getattr(section, name) for name in _list_field_names(type(section))}  # type: ignore[arg-type]
 
 
 @functools.cache

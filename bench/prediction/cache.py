@@ -96,7 +96,7 @@ def find_user_packages(*parts: Any) -> tuple[str, ...]:
 
 
 def _iterate_user_packages(part: Any) -> Iterator[str]:
-    yield from _find_class_packages(type(part))
+    yield from _find_class_packages(type(part))  # type: ignore[arg-type]
     if dataclasses.is_dataclass(part):
         for value in vars(part).values():
             if dataclasses.is_dataclass(value):

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from bench.core.precision import Precision
 from bench.core.presentation import Presentation, TrainingOption, TrainingTerm
@@ -95,6 +94,8 @@ class ZeRO1Strategy(DDPStrategy):
 
     def build_optimizer(self, module: nn.Module, build: BuildOptimizer) -> torch.optim.Optimizer:
         """This rank's part of the optimizer, which also exchanges the updated parameters."""
+        from torch.distributed.optim import ZeroRedundancyOptimizer  # brings the compiler along: half a second
+
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         group = None
         if self.is_hybrid:

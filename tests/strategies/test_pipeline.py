@@ -41,8 +41,8 @@ from bench.records.reading import read_latest_attempts
 from bench.reporting.drawing import style
 from bench.reporting.figures import idle
 from bench.reporting.tables.table import prepare_table
-from bench.strategies.pipeline import model as pipeline_model
-from bench.strategies.pipeline.model import PipelineStepper, TiedParameter, TimedPipelineStage
+from bench.strategies.pipeline import stage_timer
+from bench.strategies.pipeline.model import PipelineStepper, TiedParameter
 from bench.strategies.pipeline.schedule import (
     BACKWARD,
     FORWARD,
@@ -53,6 +53,7 @@ from bench.strategies.pipeline.schedule import (
     compute_bubble_share,
 )
 from bench.strategies.pipeline.step_plans import find_tied_parameters
+from bench.strategies.pipeline.torch_stages import TimedPipelineStage
 from bench.strategies.stepper import Stepper
 from tests.conftest import CPU, ROOT, SMALL_GPT, SMALL_LLAMA, SMALL_MOE, SMALL_T5, compose_run_config
 from tests.records_fixture import make_record
@@ -223,7 +224,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 100.0
-        monkeypatch.setattr(pipeline_model, "time", SimpleNamespace(perf_counter=lambda: self.now_s))
+        monkeypatch.setattr(stage_timer, "time", SimpleNamespace(perf_counter=lambda: self.now_s))
         monkeypatch.setattr(torch.cuda, "Event", self.event)
         for name in ("current_stream", "synchronize"):
             monkeypatch.setattr(torch.cuda, name, lambda device: None)
@@ -249,7 +250,7 @@ def test_spans_are_those_of_timed_steps_from_the_first_ones_beginning(
     monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
     clock = Clock(monkeypatch)
-    watch = pipeline_model.StageTimer(torch.device(device))
+    watch = stage_timer.StageTimer(torch.device(device))
 
     def step(seconds: float) -> None:
         watch.begin_step()
@@ -274,7 +275,7 @@ def test_stages_loss_and_optimizer_are_computation_and_what_is_exchanged_is_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = Clock(monkeypatch)
-    watch = pipeline_model.StageTimer(torch.device("cpu"))
+    watch = stage_timer.StageTimer(torch.device("cpu"))
     monkeypatch.setattr(PipelineStage, "forward_one_chunk", clock.passes(1))
     monkeypatch.setattr(PipelineStage, "backward_one_chunk", clock.passes(2))
     monkeypatch.setattr(Stepper, "update", clock.passes(4))

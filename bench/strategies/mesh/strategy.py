@@ -12,7 +12,6 @@ from typing import Annotated, Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 
 from bench.core.precision import AUTOCAST_MIXING, PARAMETER_MIXING, Precision
@@ -360,6 +359,8 @@ class MeshStrategy(Strategy):
         zero1 this rank's part."""
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         if self.data == ZERO1_KIND:
+            from torch.distributed.optim import ZeroRedundancyOptimizer  # brings the compiler along: half a second
+
             mesh = module.__dict__["divided_model"].mesh.get_mesh(*REPLICATING_DIMS)
             return ZeroRedundancyOptimizer(
                 parameters,

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +11,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -24,33 +20,13 @@ from bench.models.division import PipelineStageModule
 from bench.strategies.base import WrapContext
 from bench.strategies.ddp import KEEP_BUFFERS
 from bench.strategies.global_norm import clip_by_global_norm
-from bench.strategies.pipeline.schedule import (
-    BACKWARD,
-    DUAL_PIPE_V,
-    FORWARD,
-    GPIPE,
-    INTERLEAVED,
-    LOOPED_BFS,
-    ONE_F_ONE_B,
-    ZERO_BUBBLE,
-    ZERO_BUBBLE_V,
-    Timetable,
-)
+from bench.strategies.pipeline.schedule import FORWARD, Timetable
+from bench.strategies.pipeline.stage_timer import StageTimer
 from bench.strategies.pipeline.step_plans import find_tied_parameters
 from bench.strategies.stepper import StepEngine, Stepper, TimeSpans
 
 PIPELINE_DIM, DATA_PARALLEL_DIM = "pipeline", "data"
 """Dimensions of the mesh, stages outermost."""
-
-TORCH_SCHEDULE_NAMES = {
-    GPIPE: "GPipe",
-    ONE_F_ONE_B: "1F1B",
-    INTERLEAVED: "Interleaved1F1B",
-    LOOPED_BFS: "LoopedBFS",
-    ZERO_BUBBLE: "InterleavedZeroBubble",
-    ZERO_BUBBLE_V: "ZBVZeroBubble",
-    DUAL_PIPE_V: "DualPipeV",
-}
 
 
 @dataclass(frozen=True)
@@ -219,34 +195,6 @@ def _create_own_group(ranks: tuple[int, ...], ranks_by_stage: torch.Tensor) -> d
     return own_group
 
 
-class TimedPipelineStage(PipelineStage):
-    """A stage that says when it computes."""
-
-    engine: StepEngine
-    stage_timer: StageTimer
-
-    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        """One micro-batch forward, its input being there."""
-        self.engine.enter_phase(FORWARD)
-        with self.stage_timer.record_span(), self.engine.autocast():
-            return super().forward_one_chunk(*args, **kwargs)
-
-    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        """One micro-batch backward, its gradients being there."""
-        self.engine.enter_phase(BACKWARD)
-        with self.stage_timer.record_span():
-            return super().backward_one_chunk(*args, **kwargs)
-
-    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        """What is left of it where a schedule splits backward: the gradients of the weights."""
-        with self.stage_timer.record_span():
-            return super().backward_weight_one_chunk(*args, **kwargs)
-
-    def _validate_fwd_outputs(self, outputs: tuple[torch.Tensor, ...]) -> None:
-        """Nothing: torch 2.11 compares outputs with the examples, and of the last stage's, which goes nowhere, there is
-        none."""
-
-
 class PipelineStepper(Stepper):
     """Has a schedule carry out all micro-batches of a step."""
 
@@ -290,6 +238,11 @@ class PipelineStepper(Stepper):
         return self._stage_timer.stop()
 
     def _build_schedule(self, engine: StepEngine, batch: Batch) -> Any:
+        from bench.strategies.pipeline.torch_stages import (  # brings the compiler along: half a second
+            TimedPipelineStage,
+            build_torch_schedule,
+        )
+
         model, timetable = self._model, self._model.timetable
         sequences = batch.labels.shape[0] // timetable.micro_batches
         blocks = timetable.split_blocks(model.family.num_blocks or 0)
@@ -322,13 +275,7 @@ class PipelineStepper(Stepper):
             )
             stage.engine, stage.stage_timer = engine, self._stage_timer
             stages.append(stage)
-        schedule_class: Any = get_schedule_class(TORCH_SCHEDULE_NAMES[timetable.schedule])
-        return schedule_class(
-            stages if issubclass(schedule_class, PipelineScheduleMulti) else stages[0],
-            timetable.micro_batches,
-            loss_fn=self._build_loss_share(engine.loss, timetable.micro_batches),
-            scale_grads=False,
-        )
+        return build_torch_schedule(timetable, stages, self._build_loss_share(engine.loss, timetable.micro_batches))
 
     def _build_loss_share(
         self, loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], micro_batches: int
@@ -338,65 +285,3 @@ class PipelineStepper(Stepper):
                 return self.scaler.scale(loss(logits, labels) / micro_batches)
 
         return compute_loss_share
-
-
-# --- When a rank computes within a step, and when it waits.
-
-
-class StageTimer:
-    """Notes spans of time per step, once it is started: on the host's clock, or as events of the current CUDA stream.
-
-    A receive that was waited for on the stream lies before a span that begins after it, so that spans hold computation.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._is_running = False
-        self._step_starts: list[Any] = []
-        self._step_spans: list[list[tuple[Any, Any]]] = []
-
-    def start(self) -> None:
-        """Note the steps that begin from now on."""
-        self._is_running = True
-
-    def begin_step(self) -> None:
-        if self._is_running:
-            self._step_starts.append(self._record_time())
-            self._step_spans.append([])
-
-    @contextlib.contextmanager
-    def record_span(self) -> Iterator[None]:
-        if not self._is_running:
-            yield
-            return
-        start = self._record_time()
-        yield
-        self._step_spans[-1].append((start, self._record_time()))
-
-    def stop(self) -> list[TimeSpans]:
-        """Of each step since it was started, in seconds from the first one's beginning; they are forgotten."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        spans = [
-            [
-                (
-                    self._compute_elapsed_s(self._step_starts[0], start),
-                    self._compute_elapsed_s(self._step_starts[0], end),
-                )
-                for start, end in step_spans
-            ]
-            for step_spans in self._step_spans
-        ]
-        self._is_running, self._step_starts, self._step_spans = False, [], []
-        return spans
-
-    def _record_time(self) -> Any:
-        if self._device.type == "cuda":
-            event = torch.cuda.Event(enable_timing=True)
-            event.record(torch.cuda.current_stream(self._device))
-            return event
-        return time.perf_counter()
-
-    def _compute_elapsed_s(self, start: Any, end: Any) -> float:
-        elapsed_s: float = start.elapsed_time(end) / 1000 if self._device.type == "cuda" else end - start
-        return elapsed_s

@@ -9,8 +9,11 @@ from bench.strategies.pipeline.schedule import (
     BACKWARD,
     DUAL_PIPE_V,
     FORWARD,
+    GPIPE,
     INPUT_BACKWARD,
+    INTERLEAVED,
     LOOPED_BFS,
+    ONE_F_ONE_B,
     WEIGHT_BACKWARD,
     ZERO_BUBBLE,
     ZERO_BUBBLE_V,
@@ -21,6 +24,9 @@ if TYPE_CHECKING:
     from bench.strategies.pipeline.schedule import Timetable
 
 TORCH_SCHEDULE_NAMES = {
+    GPIPE: "GPipe",
+    ONE_F_ONE_B: "1F1B",
+    INTERLEAVED: "Interleaved1F1B",
     LOOPED_BFS: "LoopedBFS",
     ZERO_BUBBLE: "InterleavedZeroBubble",
     ZERO_BUBBLE_V: "ZBVZeroBubble",
