@@ -87,8 +87,7 @@ def check_run(config: RunConfig) -> None:
             f"activation_checkpointing={config.activation_checkpointing} is not valid with compile=true, whose "
             f"compiled operators are not those of the model: choose {', '.join(CHECKPOINTING_MODES)}."
         )
-    _check_divided_recomputation(config)
-    _check_divided_float8(config)
+    _check_compiled_division(config)
     if config.loss_chunks is not None:
         check_chunked_loss(config.model)
     config.finetune.check(config.model, config.precision, config.hardware.device)
@@ -106,39 +105,37 @@ def check_run(config: RunConfig) -> None:
     )
 
 
-def _check_divided_recomputation(config: RunConfig) -> None:
-    """Raise `ImpossibleError` where torch's compiler fails on a block of divided layers, parts of which are computed
-    again: it keeps their mesh among the tensors for backward (torch 2.13; not with every model); and where it compiles
-    parts of a block alone, which are computed again as a whole."""
+def _check_compiled_division(config: RunConfig) -> None:
+    """Raise `ImpossibleError` where torch's compiler fails on blocks that ranks share (torch 2.13): on divided layers,
+    parts of which are computed again, since it keeps their mesh among the tensors for backward (not with every model);
+    and on parts of a block that it compiles alone, which are computed again as a whole, or exchange hidden states in
+    FP8, since it takes gradients of plain tensors to be in FP8, too."""
     split = config.strategy.build_tensor_parallel_split()
     if split is None or not config.compile:
         return
-    if config.activation_checkpointing not in (SELECTIVE, OPERATORS, ALTERNATE_OPERATORS):
-        return
-    if split.degree > 1:
-        reason = "layers that ranks share, of which torch's compiler would keep the mesh among the tensors for backward"
-    elif split.breaks_graphs:
-        reason = (
+    checkpointing = f"activation_checkpointing={config.activation_checkpointing}"
+    recomputes_parts = config.activation_checkpointing in (SELECTIVE, OPERATORS, ALTERNATE_OPERATORS)
+    if recomputes_parts and split.degree > 1:
+        raise _compiled_division_error(
+            checkpointing,
+            "layers that ranks share, of which torch's compiler would keep the mesh among the tensors for backward",
+            "none or full",
+        )
+    if recomputes_parts and split.breaks_graphs:
+        raise _compiled_division_error(
+            checkpointing,
             "experts or sequences that ranks share, where torch's compiler breaks a block's graph, and recomputes its "
-            "parts as a whole"
+            "parts as a whole",
+            "none or full",
         )
-    else:
-        return
-    raise ImpossibleError(
-        f"activation_checkpointing={config.activation_checkpointing} is not valid with compile=true and {reason}: "
-        "choose none or full, or compile=false."
-    )
+    if split.breaks_graphs and split.exchanges_float8(config.precision):
+        raise _compiled_division_error(
+            f"precision.float8={config.precision.float8}",
+            "layers that ranks share beside experts or sequences, where torch's compiler breaks a block's graph, and "
+            "takes gradients of its parts to be in FP8",
+            "rowwise",
+        )
 
 
-def _check_divided_float8(config: RunConfig) -> None:
-    """Raise `ImpossibleError` where parts of a block that are compiled alone exchange hidden states in FP8: torch's
-    compiler then takes gradients of plain tensors to be in FP8, too (torch 2.13)."""
-    split = config.strategy.build_tensor_parallel_split()
-    if split is None or not (config.compile and split.breaks_graphs and split.degree > 1 and split.sequence_parallel):
-        return
-    if config.precision.float8 == "tensorwise":
-        raise ImpossibleError(
-            "precision.float8=tensorwise is not valid with compile=true and layers that ranks share beside experts or "
-            "sequences, where torch's compiler breaks a block's graph, and takes gradients of its parts to be in FP8: "
-            "choose rowwise, or compile=false."
-        )
+def _compiled_division_error(setting: str, reason: str, valid: str) -> ImpossibleError:
+    return ImpossibleError(f"{setting} is not valid with compile=true and {reason}: choose {valid}, or compile=false.")

@@ -14,6 +14,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.utils import parametrize
 
+from bench.core.precision import Precision
 from bench.models import Batch, Family
 from bench.models.division import LayerDivision, PipelineStageModule
 from bench.models.float8 import exchange_in_float8
@@ -48,6 +49,10 @@ class TensorParallelSplit:
     def breaks_graphs(self) -> bool:
         """Whether a block has `find_graph_breaks`."""
         return False
+
+    def exchanges_float8(self, precision: Precision) -> bool:
+        """Whether hidden states are exchanged in FP8 (`exchange_in_float8`)."""
+        return self.degree > 1 and self.sequence_parallel and precision.float8 == "tensorwise"
 
     def find_graph_breaks(self, model: nn.Module) -> Collection[nn.Module]:
         """Modules at which torch's compiler breaks the graph of a block, since what they exchange it does not know."""
