@@ -62,7 +62,9 @@ _composed_values: dict[ConfigPart, Any] = {}
 
 def compose_parts(choices: Mapping[str, list[str]]) -> dict[str, ConfigPart]:
     """The parts for some choices, before fields are set; those that are new are composed, all at once."""
-    parts = {key: ConfigPart(key, tuple(choices.get(key, ()))) for key in compose_choices(())}
+    default_parts = _list_default_parts()
+    chosen_parts = {key: ConfigPart(key, tuple(texts)) for key, texts in choices.items() if key in default_parts}
+    parts = default_parts | chosen_parts
     new_parts = [part for part in parts.values() if part not in _composed_values]
     read_values = {part: _load_part(part) or _read_option_part(part) for part in new_parts}
     if new_parts:
@@ -71,6 +73,12 @@ def compose_parts(choices: Mapping[str, list[str]]) -> dict[str, ConfigPart]:
         )
         _composed_values.update({part: read_values[part] or new_values[part.key] for part in new_parts})
     return parts
+
+
+@functools.cache
+def _list_default_parts() -> dict[str, ConfigPart]:
+    """Every top-level key as it is where nothing is chosen, in order. Shared: never changed."""
+    return {key: ConfigPart(key) for key in compose_choices(())}
 
 
 def _read_option_part(part: ConfigPart) -> dict[str, Any] | None:

@@ -140,6 +140,8 @@ def _import_plugin(path: str, base_class: Any) -> ModuleType:
     if not hasattr(module, "__path__"):
         return module
     module_name = f"{path}.{base_class.__name__.lower()}"
+    if module_name in sys.modules:  # looking for its file takes far longer
+        return sys.modules[module_name]
     return importlib.import_module(module_name) if importlib.util.find_spec(module_name) else module
 
 
