@@ -92,6 +92,9 @@ class ZeRO1Strategy(DDPStrategy):
     def describe_effective_strategy(self, world_size: int) -> str:
         return "zero1/hybrid" if self.is_hybrid else "zero1"
 
+    def list_preload_modules(self, device: str) -> tuple[str, ...]:
+        return ("torch.distributed.optim",)
+
     def build_optimizer(self, module: nn.Module, build: BuildOptimizer) -> torch.optim.Optimizer:
         """This rank's part of the optimizer, which also exchanges the updated parameters."""
         from torch.distributed.optim import ZeroRedundancyOptimizer  # brings the compiler along: half a second

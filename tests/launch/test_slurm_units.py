@@ -225,6 +225,12 @@ def test_ranks_that_ended_alike_are_told_of_once():
 def test_before_ranks_are_forked_is_imported_what_model_and_strategy_need():
     t5 = "transformers.models.t5.modeling_t5"
     assert compose_run_config("model=t5_tiny", "strategy=ddp").modules_to_preload == (t5,)
+    assert "torch.distributed.optim" in compose_run_config("model=t5_tiny", "strategy=zero1").modules_to_preload
+    layout = ("strategy=mesh", "strategy.pipeline=2", "strategy.data=zero1", "gpus=4")
+    for staged in (("strategy=pipeline", "gpus=2"), layout):
+        modules = compose_run_config("model=gpt_tiny", *staged).modules_to_preload
+        assert "bench.strategies.pipeline.torch_stages" in modules
+        assert ("torch.distributed.optim" in modules) == (staged is layout)
     engine = compose_run_config("model=t5_tiny", "strategy=deepspeed").modules_to_preload
     assert engine == (t5, "torch._inductor.compile_fx")
     on_gpus = compose_run_config("model=t5_tiny", "strategy=deepspeed", "mode=predict", "hardware=a100_80gb")

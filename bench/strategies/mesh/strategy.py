@@ -59,7 +59,7 @@ from bench.strategies.mesh.plans import (
     plan_mesh_step,
 )
 from bench.strategies.mesh.split import MeshSplit, build_mesh_loss, overlap_products
-from bench.strategies.pipeline.model import PipelinedModel
+from bench.strategies.pipeline.model import TORCH_STAGES_MODULE, PipelinedModel
 from bench.strategies.pipeline.schedule import ALL_SCHEDULES, DUAL_PIPE_V, Timetable
 from bench.strategies.pipeline.schedule_checks import choose_virtual_stages
 from bench.strategies.pipeline.step_plans import StagePlan, StageUnits
@@ -353,6 +353,11 @@ class MeshStrategy(Strategy):
 
     def build_loss(self, family: Family) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
         return build_mesh_loss(family, self.layout.get_degree(CONTEXT), is_parallel=self.loss_parallel)
+
+    def list_preload_modules(self, device: str) -> tuple[str, ...]:
+        optimizer_modules = ("torch.distributed.optim",) if self.data == ZERO1_KIND else ()
+        stage_modules = (TORCH_STAGES_MODULE,) if self.layout.get_degree(PIPELINE) > 1 else ()
+        return (*optimizer_modules, *stage_modules)
 
     def build_optimizer(self, module: nn.Module, build: BuildOptimizer) -> torch.optim.Optimizer:
         """One group of parameters per mesh: torch's kernels over many tensors take DTensors of one mesh only. With

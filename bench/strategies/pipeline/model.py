@@ -25,6 +25,9 @@ from bench.strategies.pipeline.stage_timer import StageTimer
 from bench.strategies.pipeline.step_plans import find_tied_parameters
 from bench.strategies.stepper import StepEngine, Stepper, TimeSpans
 
+TORCH_STAGES_MODULE = "bench.strategies.pipeline.torch_stages"
+"""Imported where stages are built: it brings torch's compiler along, which takes half a second."""
+
 PIPELINE_DIM, DATA_PARALLEL_DIM = "pipeline", "data"
 """Dimensions of the mesh, stages outermost."""
 
@@ -238,10 +241,7 @@ class PipelineStepper(Stepper):
         return self._stage_timer.stop()
 
     def _build_schedule(self, engine: StepEngine, batch: Batch) -> Any:
-        from bench.strategies.pipeline.torch_stages import (  # brings the compiler along: half a second
-            TimedPipelineStage,
-            build_torch_schedule,
-        )
+        from bench.strategies.pipeline.torch_stages import TimedPipelineStage, build_torch_schedule
 
         model, timetable = self._model, self._model.timetable
         sequences = batch.labels.shape[0] // timetable.micro_batches

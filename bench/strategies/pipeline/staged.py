@@ -19,7 +19,12 @@ from bench.models import Family
 from bench.optimizers.updated_tensor import DTENSORS, WHOLE_TENSORS
 from bench.strategies.base import StepSettings, Strategy, WrapContext
 from bench.strategies.ddp import DDP_FIRST_STEADY_STEP
-from bench.strategies.pipeline.model import PipelinedModel, PipelineStepper, build_pipelined_model
+from bench.strategies.pipeline.model import (
+    TORCH_STAGES_MODULE,
+    PipelinedModel,
+    PipelineStepper,
+    build_pipelined_model,
+)
 from bench.strategies.pipeline.schedule import Timetable
 from bench.strategies.pipeline.schedule_checks import check_stage_blocks
 from bench.strategies.pipeline.step_plans import (
@@ -199,6 +204,9 @@ class PipelinedStrategy(Strategy):
                 "micro-batches"
                 " accumulate gradients already: choose 1, and a larger batch_size_per_gpu."
             )
+
+    def list_preload_modules(self, device: str) -> tuple[str, ...]:
+        return (TORCH_STAGES_MODULE,)
 
     def plan_stages(self, stages: Sequence[StageUnits], inputs: PlanInputs) -> StagePlan:
         """Whole stages, with buckets, or shards of them."""
