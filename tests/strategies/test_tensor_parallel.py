@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -155,14 +156,19 @@ def test_compiled_blocks_exchange_what_others_do_beside_fewer_kernels() -> None:
     plain, compiled = (trace_step(dataclasses.replace(key, compile=flag), 4).segments for flag in (False, True))
     # As a whole: the compiled first block takes in the hook that divides what embeddings give it, and its gradient's.
     exchanged = [
-        sorted((event.kind, event.size) for segment in segments for event in segment.collectives)
+        [sorted((event.kind, event.size) for event in segment.collectives) for segment in segments]
         for segments in (plain, compiled)
     ]
-    assert exchanged[0] == exchanged[1]
+    assert sorted(itertools.chain(*exchanged[0])) == sorted(itertools.chain(*exchanged[1]))
+    moved = [before != after for before, after in zip(*exchanged, strict=True)]
+    assert sum(moved) == 2  # the first block's backward, and that of the embeddings
     inner = [(before, after) for before, after in zip(plain, compiled, strict=True) if before.place == (0, 1)]
     assert len(inner) == 2
     for before, after in inner:
-        assert [event.kind for event in before.collectives] == [event.kind for event in after.collectives] != []
+        assert [(event.kind, event.size) for event in before.collectives] == [
+            (event.kind, event.size) for event in after.collectives
+        ]
+        assert before.collectives
         assert len(after.kernels) < len(before.kernels)
 
 

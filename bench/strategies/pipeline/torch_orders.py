@@ -37,15 +37,20 @@ KIND_BY_LETTER = {"F": FORWARD, "B": BACKWARD, "I": INPUT_BACKWARD, "W": WEIGHT_
 """What torch writes for each kind of computation."""
 
 
+def find_torch_schedule(schedule: str) -> Any:
+    """torch's class for one of the suite's schedules."""
+    from torch.distributed.pipelining.schedules import get_schedule_class  # brings the compiler along: half a second
+
+    return get_schedule_class(TORCH_SCHEDULE_NAMES[schedule])
+
+
 def list_torch_actions(timetable: Timetable, rank: int) -> tuple[PipelineAction, ...]:
     """What a rank computes in a step, in its order: as ``_calculate_single_rank_operations`` of torch 2.13 gives it.
 
     Slots that torch leaves empty are left out, as they are when it runs a schedule. A forward and a backward that may
     overlap follow each other, as torch runs them unless it is given a function that does both.
     """
-    from torch.distributed.pipelining.schedules import get_schedule_class  # brings the compiler along: half a second
-
-    schedule_class: Any = get_schedule_class(TORCH_SCHEDULE_NAMES[timetable.schedule])
+    schedule_class = find_torch_schedule(timetable.schedule)
     num_rounds = max(1, timetable.micro_batches // timetable.ranks)
     schedule = SimpleNamespace(
         pp_group_size=timetable.ranks,

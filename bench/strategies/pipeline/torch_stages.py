@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
 from bench.strategies.pipeline.schedule import BACKWARD, FORWARD, Timetable
 from bench.strategies.pipeline.stage_timer import StageTimer
-from bench.strategies.pipeline.torch_orders import TORCH_SCHEDULE_NAMES
+from bench.strategies.pipeline.torch_orders import find_torch_schedule
 from bench.strategies.stepper import StepEngine
 
 
@@ -55,7 +55,7 @@ def build_torch_schedule(
     loss: callable
         A micro-batch's share of the loss, of its logits and labels.
     """
-    schedule_class: Any = get_schedule_class(TORCH_SCHEDULE_NAMES[timetable.schedule])
+    schedule_class = find_torch_schedule(timetable.schedule)
     return schedule_class(
         stages if issubclass(schedule_class, PipelineScheduleMulti) else stages[0],
         timetable.micro_batches,
