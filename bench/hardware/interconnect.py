@@ -72,6 +72,8 @@ class Network:
     """Line rate of one adapter, one direction, in 10^9 bits per second."""
     node_efficiency: Annotated[float | None, SHARE_BOUNDS] = None
     """Share of it that large collectives reach between two nodes."""
+    send_efficiency: Annotated[float | None, SHARE_BOUNDS] = None
+    """Share of it that sends from GPUs to GPUs of another node reach."""
     latency: Annotated[float | None, MULTIPLE_BOUNDS] = None
     """Latency of the steps of a ring that crosses nodes, as a multiple of what NCCL's own model assumes."""
     sources: dict[str, Annotated[str, TextRule("text", is_multiline=True, can_be_empty=True)]] = field(
@@ -81,7 +83,7 @@ class Network:
 
 
 GPU_FIELDS = ("gpu_gb_s", "gpu_efficiency", "gpu_latency")
-NODE_FIELDS = ("adapters", "adapter_gbit_s", "node_efficiency", "latency")
+NODE_FIELDS = ("adapters", "adapter_gbit_s", "node_efficiency", "send_efficiency", "latency")
 """Fields of a `Network` that say something of the links inside a node, and between nodes."""
 
 BITS_PER_BYTE = 8

@@ -123,6 +123,8 @@ class LinkSpeeds:
     latency: Annotated[float, MULTIPLE_BOUNDS]
     """Latency of the steps of a ring that crosses nodes, as a multiple of what NCCL's own model assumes (of a step
     inside a node, where collectives are gloo's)."""
+    send_efficiency: Annotated[float | None, SHARE_BOUNDS] = None
+    """Share of `node_gb_s` that sends from GPUs to GPUs of another node reach; null for `node_efficiency`."""
     gpu_latency: Annotated[float, MULTIPLE_BOUNDS] = 1.0
     """Latency of a collective inside a node, its start included, as a multiple of what NCCL's own model assumes."""
     gpu_group_share: dict[Annotated[str, OneOf("2", "4", "8")], Annotated[float, MULTIPLE_BOUNDS]] | None = None

@@ -41,9 +41,14 @@ MAX_EXACT_MICRO_BATCHES = 64
 VIRTUAL_STAGES_PATTERN = r"\bvp[ =:_-]{0,2}(\d+)"
 COPIES_PATTERN = r"\bdp[ =:_-]{0,2}(\d+)"
 
-OVERLAPPED_OPTIMIZER_PATTERN = r"distributed optimizer\b.*overlap"
-"""Megatron's distributed optimizer, which reduces gradients as a rank's part of them is complete and gathers parameters
-as forward needs them (``--overlap-grad-reduce --overlap-param-gather``)."""
+REDUCING_TO_OWNERS = (
+    (r"distributed optimizer\b.*overlap", "Megatron's distributed optimizer, whose communication overlaps,"),
+    (r"deepspeed.*zero[ -]?1", "DeepSpeed's ZeRO-1"),
+)
+"""Optimizers that reduce each part of the gradients to the rank that owns it, and gather the parameters, once a step:
+Megatron's with ``--overlap-grad-reduce --overlap-param-gather``, and DeepSpeed's (``average_tensor`` of
+https://github.com/deepspeedai/DeepSpeed/blob/97f8a9eb6688fa36dbe548e02eecdc55acc821a7/deepspeed/runtime/zero/stage_1_and_2.py).
+torch's ZeroRedundancyOptimizer gets gradients that DDP reduced for all."""
 
 DATA_PATTERNS = (
     (r"fsdp(?! ?[=:]? ?(?:0|false))|zero[ -]?3", "fsdp"),
@@ -134,14 +139,18 @@ def build_layout_overrides(degrees: Mapping[str, int], words: str, gpus: int) ->
         raise NotExpressibleError(f"the degrees of {words.strip()} do not come to {gpus} GPUs")
     data = next((value for pattern, value in DATA_PATTERNS if re.search(pattern, words)), "ddp")
     assumptions = []
-    if re.search(OVERLAPPED_OPTIMIZER_PATTERN, words) and degrees["pipeline"] > 1 and gpus > ranks_per_copy:
+    optimizer = next((name for pattern, name in REDUCING_TO_OWNERS if re.search(pattern, words)), None)
+    time_settings = {}
+    if optimizer is not None and degrees["pipeline"] > 1 and gpus > ranks_per_copy:
+        time_settings = {"strategy.data": "fsdp", "strategy.reshard_after_forward": "false"}
+        assumptions.append(
+            f"{optimizer} takes the time of FSDP2, which gathers parameters and reduces gradients once a step in a "
+            "pipeline"
+        )
+    if data == "zero1" and degrees["expert"] > 1 and time_settings:
         data = "fsdp"
         settings["strategy.reshard_after_forward"] = "false"
-        assumptions.append(
-            "Megatron's distributed optimizer, whose communication overlaps, is predicted as FSDP2, which gathers "
-            "parameters and reduces gradients once a step in a pipeline"
-        )
-    if data == "zero1" and degrees["expert"] > 1:
+    elif data == "zero1" and degrees["expert"] > 1:
         data = "ddp"
         assumptions.append("states of the optimizer are not divided beside expert parallelism")
     if data == "zero1" and gpus == degrees["tensor"] * degrees["pipeline"]:
@@ -154,7 +163,7 @@ def build_layout_overrides(degrees: Mapping[str, int], words: str, gpus: int) ->
     virtual = re.search(VIRTUAL_STAGES_PATTERN, words)
     if virtual and int(virtual[1]) > 1 and degrees["pipeline"] > 1:
         settings |= {"strategy.schedule": "interleaved_1f1b", "strategy.virtual_stages": virtual[1]}
-    return Overrides(settings, assumptions)
+    return Overrides(settings, assumptions, time_settings)
 
 
 def choose_layout_words(sharding: str, layout: str) -> str:

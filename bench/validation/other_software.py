@@ -12,10 +12,11 @@ from __future__ import annotations
 import dataclasses
 
 from bench.config.run_config import RunConfig
-from bench.prediction.cost.collectives import BROADCAST, CollectiveGroup, compute_collective_seconds
+from bench.prediction.cost.collectives import ALL_GATHER, compute_collective_seconds, compute_send_seconds
+from bench.prediction.cost.rank_speed import build_collective_group
 from bench.prediction.prediction import MemoryPrediction, PredictedRange, Prediction, TimePrediction
 from bench.prediction.simulation.device_memory import predict_fit
-from bench.strategies.step_plan import PIPELINE_GROUP
+from bench.strategies.step_plan import PIPELINE_GROUP, TENSOR_GROUP
 from bench.validation.mesh_words import MicroBatches, continue_prediction
 from bench.validation.readings import Reading
 
@@ -26,7 +27,10 @@ def read_as_published(reading: Reading, predictions: tuple[Prediction, ...]) -> 
     """One prediction of a row from those of its runs."""
     if reading.micro_batches is None:
         return predictions[0]
-    prediction = continue_prediction(predictions, reading.micro_batches)
+    num_runs = len(reading.micro_batches.simulated)
+    predictions, time_predictions = predictions[:num_runs], predictions[-num_runs:]
+    time = continue_prediction(time_predictions, reading.micro_batches).time
+    prediction = dataclasses.replace(predictions[0], time=time)
     if reading.waits_for_sends and prediction.time is not None:
         waited_s = compute_waited_seconds(reading.config, reading.micro_batches)
         prediction = dataclasses.replace(prediction, time=_add_waiting(prediction.time, waited_s))
@@ -45,17 +49,31 @@ def read_as_published(reading: Reading, predictions: tuple[Prediction, ...]) -> 
 
 def compute_waited_seconds(config: RunConfig, micro_batches: MicroBatches) -> float:
     """Of a step in which a stage between others receives and sends hidden states, and their gradients, one after the
-    other, while it computes nothing. Every rank of a stage sends what it has of them, all at the same time."""
+    other, while it computes nothing.
+
+    Ranks that share layers send a part each, all at the same time, and gather what they receive:
+    ``is_pipe_partitioned`` of
+    https://github.com/deepspeedai/DeepSpeed/blob/97f8a9eb6688fa36dbe548e02eecdc55acc821a7/deepspeed/runtime/pipe/engine.py
+    """
     (dim,) = config.strategy.list_group_dims(PIPELINE_GROUP, config.gpus)
     if dim.size == 1 or config.hardware.speeds is None:
         return 0.0
-    is_in_node = 2 * dim.stride <= config.gpus_per_node
-    group = CollectiveGroup(2, 2) if is_in_node else CollectiveGroup(2, 1, min(config.gpus_per_node, dim.stride))
+    links, split = config.hardware.speeds.links, config.strategy.build_tensor_parallel_split()
     width: int = config.model.hidden_size  # type: ignore[attr-defined]
-    split = config.strategy.build_tensor_parallel_split()
-    length = config.sequence_length // (1 if split is None else split.handover_parts)
-    size = micro_batches.size * length * width * config.precision.compute_dtype.itemsize
-    return 4 * micro_batches.count * compute_collective_seconds(BROADCAST, size, group, config.hardware.speeds.links)
+    size: float = micro_batches.size * config.sequence_length * width * config.precision.compute_dtype.itemsize
+    gather_s, num_parts = 0.0, 1
+    if split is not None:
+        size, num_parts = size / split.context_degree, split.degree
+        if not split.sequence_parallel:
+            group = build_collective_group(config, TENSOR_GROUP)
+            gather_s = compute_collective_seconds(ALL_GATHER, size, group, links)
+    send_s = compute_send_seconds(
+        size / num_parts,
+        links,
+        is_in_node=2 * dim.stride <= config.gpus_per_node,
+        concurrent_sends=min(config.gpus_per_node, dim.stride),
+    )
+    return micro_batches.count * (4 * send_s + 2 * gather_s)
 
 
 def _add_waiting(time: TimePrediction, waited_s: float) -> TimePrediction:

@@ -17,8 +17,11 @@ class Overrides:
 
     settings: dict[str, str] = field(default_factory=dict)
     assumptions: list[str] = field(default_factory=list)
+    time_settings: dict[str, str] = field(default_factory=dict)
+    """Overrides of the run that stands for the time of a step; the other one stands for its memory."""
 
     def add(self, other: Overrides) -> None:
         """Take over another's, which win."""
         self.settings |= other.settings
         self.assumptions += other.assumptions
+        self.time_settings |= other.time_settings

@@ -93,7 +93,8 @@ class Reading:
     micro_batches: MicroBatches | None = None
     """Of a mesh: how many there are, and in which runs."""
     further_settings: tuple[tuple[tuple[str, str], ...], ...] = ()
-    """Of the runs beside the first that `micro_batches` asks for."""
+    """Of the runs beside the first that `micro_batches` asks for; then of as many that stand for the time, if others
+    do."""
     state_bytes: tuple[float, float] | None = None
     waits_for_sends: bool = False
     receives_in_turn: bool = False
@@ -196,7 +197,8 @@ def read_line(row: int, line: PublishedLine) -> Reading:
         batches = (
             [{}] if micro_batches is None else micro_batches.list_settings(count_ranks_per_copy(overrides.settings))
         )
-        runs = [_order_settings(overrides.settings | batch) for batch in batches]
+        kinds = [{}, overrides.time_settings] if overrides.time_settings else [{}]
+        runs = [_order_settings(overrides.settings | batch | kind) for kind in kinds for batch in batches]
         settings, *further_settings = runs
         (config, *_) = [_build_config(run) for run in runs]
         if knowledge.is_size_checked:
@@ -268,7 +270,7 @@ def _read_words(line: PublishedLine, knowledge: SourceKnowledge) -> tuple[Overri
     if settings["strategy"] == "deepspeed" and settings.get("strategy.stage", "2") in ("2", "3"):
         settings.setdefault("gradient_accumulation_sync", "true")  # gradients that are divided cannot be accumulated
     kept = {key: value for key, value in settings.items() if key not in taken_back}
-    return Overrides(kept, assumptions), micro_batches
+    return Overrides(kept, assumptions, words.time_settings), micro_batches
 
 
 def _fuse_float8(settings: dict[str, str]) -> list[str]:

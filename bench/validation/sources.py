@@ -10,7 +10,7 @@ An entry, and each of its rules, may have these keys:
 * ``state_bytes``: of rows that are a mesh, bytes of parameters, gradients and what of the optimizer is not divided, and
   bytes of what is, each per parameter: see `bench.validation.other_software`.
 * ``balances_stages: true``: the last stage has fewer blocks, for its head over the vocabulary.
-* ``waits_for_sends: true``: stages of a pipeline compute nothing while they send and receive.
+* ``waits_for_sends: true``: stages of a pipeline compute nothing while they send and receive, as DeepSpeed's.
 * ``receives_in_turn: true``: they have one buffer to receive in, as all of those with ``state_bytes`` have.
 * ``torch_version`` (with ``torch_source``): of rows whose own column does not say.
 * ``assumed``: what had to be assumed beyond the words of a row; a row with assumptions is rough.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -37,6 +39,7 @@ from bench.prediction.trace.trace import (
     trace_to_plain,
 )
 from bench.prediction.trace.trace_recorder import trace_step
+from tests.conftest import ROOT
 
 MODELS = ("t5_tiny", "gpt_tiny")
 DEEP = {
@@ -413,3 +416,23 @@ def test_compiled_blocks_move_fewer_bytes_and_compute_the_same(model, checkpoint
             assert 0.2 * moved[0] < moved[1] < moved[0]
             assert len(after.kernels) < 0.8 * len(before.kernels)
         assert all(event.kernel <= len(after.kernels) for event in after.gradients)
+
+
+TRACED_TWICE = """
+import sys
+from bench.config.compose import compose_config
+from bench.config.run_config import build_run_config
+from bench.prediction.pipeline.stages import list_stage_traces
+from bench.prediction.run_inputs import build_trace_key
+from bench.prediction.trace.trace_cache import record_trace
+
+config = build_run_config(compose_config({"model": "gpt_tiny", "strategy": "pipeline", "gpus": "2"}))
+key, size = list_stage_traces(config, build_trace_key(config))[0]
+first, second = (record_trace(key, size) for _ in range(2))
+sys.exit([segment.changes for segment in first.segments] != [segment.changes for segment in second.segments])
+"""
+
+
+def test_the_first_trace_of_a_process_holds_nothing_of_what_it_imported():
+    """torch's compiler makes tensors as it is imported."""
+    subprocess.run([sys.executable, "-c", TRACED_TWICE], cwd=ROOT, check=True)

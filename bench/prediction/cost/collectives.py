@@ -15,6 +15,7 @@ receives ``size * (n - 1) / n`` in an all-gather or a reduce-scatter of `size` b
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 
@@ -128,6 +129,21 @@ def compute_collective_seconds(kind: str, size_bytes: float, group: CollectiveGr
             for protocol in TREE_PROTOCOLS
         ]
     return min(protocol_seconds)
+
+
+def compute_send_seconds(size_bytes: float, links: LinkSpeeds, *, is_in_node: bool, concurrent_sends: int = 1) -> float:
+    """Seconds of a tensor's way from one rank to another: what a broadcast among two takes.
+
+    Parameters
+    ----------
+    concurrent_sends: int
+        Ranks of a node that send to another one at the same time.
+    """
+    if is_in_node:
+        return compute_collective_seconds(BROADCAST, size_bytes, CollectiveGroup(2, 2), links)
+    if links.send_efficiency is not None:
+        links = dataclasses.replace(links, node_efficiency=links.send_efficiency)
+    return compute_collective_seconds(BROADCAST, size_bytes, CollectiveGroup(2, 1, concurrent_sends), links)
 
 
 def _compute_all_to_all_seconds(size_bytes: float, group: CollectiveGroup, links: LinkSpeeds) -> float:

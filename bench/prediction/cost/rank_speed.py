@@ -17,7 +17,7 @@ from bench.hardware.speeds import ProcessorOptimizerSpeed
 from bench.optimizers import OptimizerConfig, UpdatedTensor
 from bench.optimizers.base import TENSORS_PER_UPDATE_KERNEL, MatrixProduct, UpdateCollective
 from bench.optimizers.updated_tensor import DIVIDED_DTENSORS, DTENSORS
-from bench.prediction.cost.collectives import BROADCAST, CollectiveGroup, compute_collective_seconds
+from bench.prediction.cost.collectives import CollectiveGroup, compute_collective_seconds, compute_send_seconds
 from bench.prediction.cost.kernels import REDUCE_INPUT_OPERATOR, compute_kernel_seconds, find_bandwidth_share
 from bench.prediction.prediction import PredictedRange, TimePrediction
 from bench.prediction.simulation.device_memory import AllocatorRetries
@@ -187,9 +187,8 @@ def build_layer_collective_timer(
             return size * transfer_s_per_byte
         group = group_by_name[group_name]
         if kind == SEND:  # the slowest link of the ring decides
-            is_in_node = group.nodes == 1
-            neighbours = CollectiveGroup(2, 2) if is_in_node else CollectiveGroup(2, 1, group.concurrent_groups)
-            return compute_collective_seconds(BROADCAST, size, neighbours, speeds.links)
+            is_in_node, concurrent_sends = group.nodes == 1, group.concurrent_groups
+            return compute_send_seconds(size, speeds.links, is_in_node=is_in_node, concurrent_sends=concurrent_sends)
         return compute_collective_seconds(kind, size, group, speeds.links)
 
     return compute_seconds

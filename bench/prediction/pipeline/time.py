@@ -13,9 +13,9 @@ from bench.config.run_config import RunConfig
 from bench.prediction.cost import rank_speed
 from bench.prediction.cost.collectives import (
     ALL_REDUCE,
-    BROADCAST,
     CollectiveGroup,
     compute_collective_seconds,
+    compute_send_seconds,
 )
 from bench.prediction.pipeline.stages import SimulatedPipelineStage, find_shared_parameters
 from bench.prediction.prediction import PredictedRange, TimelineSpan, TimePrediction
@@ -197,17 +197,18 @@ def _count_concurrent_pipelines(config: RunConfig) -> int:
 
 
 def _compute_send_seconds(config: RunConfig, timetable: Timetable, stage_index: int, size: float) -> float:
-    """From a rank of a stage to its neighbour of the next one: what a broadcast among two takes."""
+    """From a rank of a stage to its neighbour of the next one."""
+    assert config.hardware.speeds is not None
     ranks = [timetable.find_rank_of_stage(index) for index in (stage_index, stage_index + 1)]
     if ranks[0] == ranks[1]:
         return 0.0
     sender_node, receiver_node = (_find_node_of_pipeline_rank(config, rank) for rank in ranks)
-    group = (
-        CollectiveGroup(2, 2)
-        if sender_node == receiver_node
-        else CollectiveGroup(2, 1, _count_concurrent_pipelines(config))
+    return compute_send_seconds(
+        size,
+        config.hardware.speeds.links,
+        is_in_node=sender_node == receiver_node,
+        concurrent_sends=_count_concurrent_pipelines(config),
     )
-    return _compute_collective_seconds(config, BROADCAST, size, group)
 
 
 def _compute_collective_seconds(config: RunConfig, kind: str, size: float, group: CollectiveGroup) -> float:

@@ -189,6 +189,9 @@ def trace_stage(key: StageTraceKey, batch_size: int) -> Trace:
 
 
 def _trace_stage(key: StageTraceKey, short_stage: ShortStage, batch_size: int) -> Trace:
+    # It brings the compiler along, half a second; and tensors, which are not the stage's.
+    from torch.distributed.pipelining._backward import stage_backward
+
     trace_key, family, stage = key.trace_key, short_stage.family, short_stage.stage
     split = trace_key.split
     local_length = trace_key.sequence_length // (1 if split is None else split.handover_parts)
@@ -243,8 +246,6 @@ def _trace_stage(key: StageTraceKey, short_stage: ShortStage, batch_size: int) -
             loss = compute_loss(outputs[0], batch.labels) / 1
         trace_recorder.start_segment("backward", LOSS_PLACE if is_last else None)
         inputs = [*received_activations, *batch.inputs.values()]
-        from torch.distributed.pipelining._backward import stage_backward  # brings the compiler along: half a second
-
         input_gradients = stage_backward(loss if is_last else outputs, output_gradients, inputs)
         trace_recorder.start_segment("backward", None)
         del stage_output, outputs, loss, input_gradients
