@@ -21,6 +21,7 @@ from bench.core.typed_config import get_field_types, validate_value
 from bench.hardware import Hardware
 from bench.models.base import BUDGET
 from bench.models.checkpointing import CHECKPOINTING_MODES
+from bench.strategies import load_strategy
 
 DEFAULT_STRATEGIES = ("ddp", "fsdp")
 """Compared unless asked otherwise; `SINGLE_GPU_STRATEGIES` where there is nothing to spread."""
@@ -156,7 +157,9 @@ def _list_combinations(section_settings: RunSettings, knobs: Mapping[str, Sequen
             and strategy_fields["sharding_factor"] not in strategy_fields
         ):
             # neither the degree nor a knob that the file names in the factor's place decides it
-            axes.setdefault(factor_key, [str(factor) for factor in list_sharding_factors(gpus, gpus_per_node)])
+            min_factor = min(load_strategy(strategy_fields["name"]).min_sharding_factor, gpus)
+            factors = [factor for factor in list_sharding_factors(gpus, gpus_per_node) if factor >= min_factor]
+            axes.setdefault(factor_key, [str(factor) for factor in factors])
         if (
             strategy_fields.get("reshard_after_forward") is True
         ):  # not where the file says otherwise, or leaves it to a library

@@ -32,8 +32,8 @@ from bench.models import Batch, Family
 from bench.models.gpt import GPTFamily
 from bench.models.t5 import T5Family
 from bench.optimizers.adamw import AdamWConfig
+from bench.prediction.trace.kernel_calls import describe_kernel, is_kernel
 from bench.prediction.trace.kernels import ATTENTION, MATMUL, OPERAND_FORMATS
-from bench.prediction.trace.op_recorder import describe_kernel, is_kernel
 from bench.rank.engine import Engine, build_engine, build_micro_batches
 from bench.strategies.single import SingleProcessStrategy
 

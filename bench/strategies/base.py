@@ -112,6 +112,9 @@ class Strategy(ABC):
     single_mixing_reason: ClassVar[str] = "which computes with parameters as they are stored"
     """Why the strategy has no other way of mixed precision than its usual one, as a relative clause."""
 
+    min_sharding_factor: ClassVar[int] = 1
+    """The least that `sharding_factor` may be, on as many GPUs at least."""
+
     has_autocast_cache = True
     """Whether autocast keeps what it casts of parameters until the forward pass is over: not of views of others."""
 

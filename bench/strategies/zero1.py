@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,27 @@ from bench.strategies.step_plan import (
     PlanInputs,
     StepPlan,
 )
+
+DIVIDED_OPTIMIZER_MODULE = "torch.distributed.optim"
+"""Which brings torch's compiler along: half a second."""
+
+
+def build_divided_optimizer(
+    parameters: Sequence[nn.Parameter],
+    build: BuildOptimizer,
+    group: dist.ProcessGroup | None,
+    *,
+    parameters_as_bucket_view: bool = False,
+) -> torch.optim.Optimizer:
+    """This rank's part of the optimizer, which also exchanges the updated parameters within a group (None: all)."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    return ZeroRedundancyOptimizer(
+        parameters,
+        optimizer_class=build,  # type: ignore[arg-type]
+        process_group=group,
+        parameters_as_bucket_view=parameters_as_bucket_view,
+    )
 
 
 @dataclass(frozen=True)
@@ -63,12 +85,14 @@ class ZeRO1Strategy(DDPStrategy):
         ),
     )
 
+    min_sharding_factor: ClassVar[int] = 2
+
     parameters_as_bucket_view: bool = False
     """Parameters of a rank's part lie one behind the other and are sent as one."""
 
     def resolve(self, world_size: int, ranks_per_node: int, *, accumulates: bool) -> Strategy:
         """As DDP, and `sharding_factor` as a number: 1 for all ranks."""
-        field, min_ranks = "strategy.sharding_factor", min(2, world_size)
+        field, min_ranks = "strategy.sharding_factor", min(self.min_sharding_factor, world_size)
         factor = parse_rank_count(
             field, self.sharding_factor, world_size, ranks_per_node, min_ranks, alternative="strategy=ddp"
         )
@@ -93,23 +117,17 @@ class ZeRO1Strategy(DDPStrategy):
         return "zero1/hybrid" if self.is_hybrid else "zero1"
 
     def list_preload_modules(self, device: str) -> tuple[str, ...]:
-        return ("torch.distributed.optim",)
+        return (DIVIDED_OPTIMIZER_MODULE,)
 
     def build_optimizer(self, module: nn.Module, build: BuildOptimizer) -> torch.optim.Optimizer:
-        """This rank's part of the optimizer, which also exchanges the updated parameters."""
-        from torch.distributed.optim import ZeroRedundancyOptimizer  # brings the compiler along: half a second
-
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         group = None
         if self.is_hybrid:
             shape = (dist.get_world_size() // self.resolved_sharding_factor, self.resolved_sharding_factor)
             mesh = init_device_mesh(parameters[0].device.type, shape, mesh_dim_names=("replicate", "shard"))
             group = mesh["shard"].get_group()
-        return ZeroRedundancyOptimizer(
-            parameters,
-            optimizer_class=build,  # type: ignore[arg-type]
-            process_group=group,
-            parameters_as_bucket_view=self.parameters_as_bucket_view,
+        return build_divided_optimizer(
+            parameters, build, group, parameters_as_bucket_view=self.parameters_as_bucket_view
         )
 
     def compute_state_bytes_per_parameter(

@@ -32,8 +32,8 @@ from bench.models import Batch
 from bench.models.checkpointing_budget import count_recomputed_flops
 from bench.prediction.prediction import MEMORY_PARTS
 from bench.prediction.trace.cpu_memory import InPlaceSumDetector, compute_working_memory, track_rng_states
+from bench.prediction.trace.device_operators import use_device_operators
 from bench.prediction.trace.fake_process_group import join_fake_process_group
-from bench.prediction.trace.op_recorder import use_device_operators
 from bench.rank.engine import Engine, build_engine, build_micro_batches
 from bench.strategies import WrapContext
 from bench.strategies.sharding import ShardingStrategy

@@ -27,9 +27,11 @@ from bench.prediction.trace.chunks import (
     find_segment_block_positions,
     merge_chunks,
 )
+from bench.prediction.trace.device_operators import use_device_operators
 from bench.prediction.trace.fake_tensors import TracingFakeTensorMode
+from bench.prediction.trace.kernel_calls import _is_causal
 from bench.prediction.trace.kernels import ATTENTION, MATMUL
-from bench.prediction.trace.op_recorder import OpRecorder, _is_causal, use_device_operators
+from bench.prediction.trace.op_recorder import OpRecorder
 from bench.prediction.trace.scaled_trace import build_scaled_trace, list_traced_batch_sizes, scale_kernels
 from bench.prediction.trace.trace import (
     LOSS_PLACE,

@@ -39,8 +39,8 @@ from torch.utils._python_dispatch import (
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from bench.models.blocks import list_compiled_parts
+from bench.prediction.trace.device_operators import run_attention_backward
 from bench.prediction.trace.fake_tensors import TracingFakeTensorMode
-from bench.prediction.trace.op_recorder import run_attention_backward
 from bench.prediction.trace.overlapped_products import OVERLAPPED_PRODUCTS
 from bench.strategies.tensor_parallel.split import TensorParallelSplit
 

@@ -9,6 +9,7 @@ from unittest import mock
 
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
@@ -63,21 +64,24 @@ def split_model(
     if split is None:
         yield {}
         return
-    with join_fake_process_group(split.num_ranks):
+    with join_fake_process_group(split.num_ranks), _hide_shape_propagation():
         group_kinds = split.divide_for_trace(family, model)
         if not (split.keeps_dtensors or keeps_dtensors):
             localize_parameters(model)
-        with _hide_shape_propagation(), split.divide_loss():
+        with split.divide_loss():
             yield group_kinds
 
 
 @contextlib.contextmanager
 def _hide_shape_propagation() -> Iterator[None]:
-    """Within, nobody sees the operators on whole tensors that DTensor asks for the shape of their results."""
-    propagate = ShardingPropagator._propagate_tensor_meta_non_cached
+    """Within, nobody sees the operators on whole tensors that DTensor asks for the shape of their results.
+
+    They share a mode: DTensor makes one for each where it finds none, and each notes who made it, which takes longer.
+    """
+    propagate, mode = ShardingPropagator._propagate_tensor_meta_non_cached, FakeTensorMode()
 
     def propagate_unseen(self: ShardingPropagator, schema: object) -> object:
-        with _disable_current_modes():
+        with _disable_current_modes(), mode:
             return propagate(self, schema)  # type: ignore[arg-type]
 
     with mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", propagate_unseen):

@@ -11,7 +11,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.experimental._context_parallel import _attention as torch_ring
 
-from bench.prediction.trace.op_recorder import OpRecorder, run_attention_backward
+from bench.prediction.trace.device_operators import run_attention_backward
+from bench.prediction.trace.op_recorder import OpRecorder
 from bench.prediction.trace.trace import TraceKey
 from bench.strategies.mesh import context
 

@@ -20,9 +20,9 @@ from bench.models import Family, float8
 from bench.models.checkpointing import checkpoint_blocks, find_block_period
 from bench.models.division import PipelineStageModule
 from bench.prediction.trace.compiled_blocks import compile_blocks
+from bench.prediction.trace.device_operators import use_device_operators
 from bench.prediction.trace.fake_process_group import split_model
 from bench.prediction.trace.fake_tensors import TracingFakeTensorMode
-from bench.prediction.trace.op_recorder import use_device_operators
 from bench.prediction.trace.ring_attention import trace_ring_attention
 from bench.prediction.trace.trace import (
     LOSS_PLACE,

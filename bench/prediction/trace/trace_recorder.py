@@ -28,10 +28,11 @@ from bench.models.experts import list_experts
 from bench.models.materialize import fill_buffers
 from bench.prediction.trace.compiled_blocks import compile_blocks, find_compiled_part
 from bench.prediction.trace.cpu_memory import track_rng_states
+from bench.prediction.trace.device_operators import use_device_operators
 from bench.prediction.trace.fake_process_group import join_fake_process_group, split_model
 from bench.prediction.trace.fake_tensors import TracingFakeTensorMode
 from bench.prediction.trace.kernels import KernelRecord
-from bench.prediction.trace.op_recorder import OpRecorder, use_device_operators
+from bench.prediction.trace.op_recorder import OpRecorder
 from bench.prediction.trace.ring_attention import trace_ring_attention
 from bench.prediction.trace.trace import (
     END_PHASE,

@@ -67,6 +67,7 @@ from bench.strategies.requirements import require_sharding_factor
 from bench.strategies.step_plan import PIPELINE_GROUP, GroupDim, PlanInputs, StepPlan
 from bench.strategies.stepper import Stepper
 from bench.strategies.tensor_parallel.split import TensorParallelSplit, list_local_parameters
+from bench.strategies.zero1 import DIVIDED_OPTIMIZER_MODULE, build_divided_optimizer
 
 DEGREE_RANGE = Within(1, 2**17)
 
@@ -355,7 +356,7 @@ class MeshStrategy(Strategy):
         return build_mesh_loss(family, self.layout.get_degree(CONTEXT), is_parallel=self.loss_parallel)
 
     def list_preload_modules(self, device: str) -> tuple[str, ...]:
-        optimizer_modules = ("torch.distributed.optim",) if self.data == ZERO1_KIND else ()
+        optimizer_modules = (DIVIDED_OPTIMIZER_MODULE,) if self.data == ZERO1_KIND else ()
         stage_modules = (TORCH_STAGES_MODULE,) if self.layout.get_degree(PIPELINE) > 1 else ()
         return (*optimizer_modules, *stage_modules)
 
@@ -364,14 +365,8 @@ class MeshStrategy(Strategy):
         zero1 this rank's part."""
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         if self.data == ZERO1_KIND:
-            from torch.distributed.optim import ZeroRedundancyOptimizer  # brings the compiler along: half a second
-
             mesh = module.__dict__["divided_model"].mesh.get_mesh(*REPLICATING_DIMS)
-            return ZeroRedundancyOptimizer(
-                parameters,
-                optimizer_class=build,  # type: ignore[arg-type]
-                process_group=mesh.get_group(),
-            )
+            return build_divided_optimizer(parameters, build, mesh.get_group())
         parameters_by_mesh: dict[Any, list[nn.Parameter]] = {}
         for parameter in parameters:
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
