@@ -204,3 +204,10 @@ def test_fewer_adapters_are_slower_across_nodes_and_change_nothing_within_one() 
     assert across[0] < across[-1]
     assert predict_step_s(network="8x400Gb", gpus="8") == predict_step_s(network="1x100Gb", gpus="8")
     assert predict_step_s(network="nvlink4", gpus="8") < predict_step_s(network="pcie3_host", gpus="8")
+
+
+def test_sends_reach_a_share_of_their_own_where_a_network_says_so() -> None:
+    links = {name: build_config(network=name, hardware="a100_80gb").hardware.speeds.links for name in NETWORKS}
+    values = yaml.safe_load(find_option_file("network", "jean_zay_a100").read_text())
+    assert links["jean_zay_a100"].send_efficiency == values["send_efficiency"] > values["node_efficiency"]
+    assert {name for name in NETWORKS if links[name].send_efficiency is not None} == {"jean_zay_a100", "jean_zay_v100"}

@@ -17,6 +17,7 @@ from bench.prediction.cost.collectives import (
     CollectiveGroup,
     compute_bus_bandwidth,
     compute_collective_seconds,
+    compute_send_seconds,
 )
 from bench.prediction.cost.kernels import compute_attention_seconds, compute_kernel_seconds
 from bench.prediction.trace.kernels import (
@@ -381,6 +382,22 @@ def test_eight_groups_that_share_the_adapters_each_get_an_eighth() -> None:
     replicas = compute_collective_seconds("all-reduce", 1e9, REPLICAS, links())
     assert replicas > alone
     assert compute_bus_bandwidth("all-reduce", 4e9, REPLICAS, links()) <= links().node_gb_s / 8
+
+
+def test_sends_reach_a_share_of_the_line_rate_of_their_own() -> None:
+    size, fabric = 1e9, links(latency=1.0)
+    slow, even = links(latency=1.0, node_efficiency=0.1), links(latency=1.0, node_efficiency=0.1, send_efficiency=0.9)
+    node_bytes_per_s = 1e9 * fabric.node_gb_s
+    for concurrent_sends in (fabric.adapters, 2 * fabric.adapters):
+        seconds = compute_send_seconds(size, even, is_in_node=False, concurrent_sends=concurrent_sends)
+        assert seconds == pytest.approx(concurrent_sends * size / (0.9 * node_bytes_per_s), rel=0.02)
+        slow_s = compute_send_seconds(size, slow, is_in_node=False, concurrent_sends=concurrent_sends)
+        assert slow_s == pytest.approx(9 * seconds, rel=0.02)
+    assert compute_collective_seconds("all-reduce", size, CLUSTER, even) == compute_collective_seconds(
+        "all-reduce", size, CLUSTER, slow
+    )
+    in_node = compute_send_seconds(size, slow, is_in_node=True)
+    assert in_node == compute_send_seconds(size, even, is_in_node=True) < seconds
 
 
 def test_an_all_to_all_is_as_fast_as_the_link_that_most_of_it_crosses() -> None:

@@ -13,9 +13,14 @@ from bench.prediction.predictor import predict_runs
 from bench.strategies.pipeline.schedule import Timetable
 from bench.validation.interval_fit import list_residuals, name_row_class
 from bench.validation.layouts import compute_rank_correlation, list_rank_correlations
-from bench.validation.mesh_words import count_ranks_per_copy, plan_micro_batches
+from bench.validation.mesh_words import continue_prediction, count_ranks_per_copy, plan_micro_batches
 from bench.validation.metrics import Quantity
-from bench.validation.other_software import STATE_PARTS, compute_state_difference, compute_waited_seconds
+from bench.validation.other_software import (
+    STATE_PARTS,
+    compute_state_difference,
+    compute_waited_seconds,
+    read_as_published,
+)
 from bench.validation.readings import Reading, build_published_config, read_line
 from bench.validation.scores import Score, build_score
 
@@ -85,8 +90,8 @@ def test_memory_is_that_of_software_that_keeps_states_as_megatron_does() -> None
 
 def test_states_are_the_same_whichever_strategy_a_distributed_optimizer_is_predicted_as() -> None:
     states = []
-    for words, parts in (("", STATE_PARTS), (" with overlap", (*STATE_PARTS, "gathered"))):
-        reading = dataclasses.replace(read(sharding=f"PP2, distributed optimizer{words}"), state_bytes=(6.0, 12.0))
+    for words, parts in (("distributed optimizer", STATE_PARTS), ("FSDP", (*STATE_PARTS, "gathered"))):
+        reading = dataclasses.replace(read(sharding=f"PP2, {words}"), state_bytes=(6.0, 12.0))
         (prediction, *_) = predict_runs([reading.config])
         predicted = sum(prediction.memory.parts[part] for part in parts)
         states.append(predicted + compute_state_difference(reading, prediction.memory))
@@ -145,6 +150,19 @@ def test_a_pipeline_that_waits_for_its_sends_takes_longer_by_them() -> None:
     assert score(waiting).predicted_value == pytest.approx(score(reading).predicted_value + waited_s)
     twice = dataclasses.replace(reading.micro_batches, count=2 * reading.micro_batches.count)
     assert compute_waited_seconds(reading.config, twice) == pytest.approx(2 * waited_s)
+
+
+def test_ranks_that_share_layers_send_a_part_each_and_gather_it() -> None:
+    """Eight ranks of a node send to the next one at the same time, each all of what it has, or an eighth."""
+    wide = {"model": "gpt_175b", "gpu_count": "64", "sequence_length": "2048", "note": "global batch 2048"}
+    waited = []
+    for sharding in ("TP1 PP8 DP8", "TP8 PP8"):
+        reading = read(**wide, sharding=sharding, batch_size_per_gpu="1")
+        assert reading.micro_batches is not None
+        sequences = reading.micro_batches.size * reading.micro_batches.count
+        waited.append(compute_waited_seconds(reading.config, reading.micro_batches) / sequences)
+    whole, divided = waited
+    assert whole / 8 < divided < whole / 4
 
 
 def test_stages_of_software_that_balances_them_are_read_so() -> None:
@@ -220,14 +238,32 @@ def test_fp8_is_read_as_compiled_where_blocks_can_be() -> None:
     assert any("fused" in assumption for assumption in staged.assumptions)
 
 
-def test_a_distributed_optimizer_that_overlaps_is_read_as_what_does_so_in_a_pipeline() -> None:
-    words = "distributed optimizer with overlap"
-    layouts = (f"PP2, {words}", "PP2, distributed optimizer", f"TP2, {words}", f"PP4, {words}")
-    staged, plain, shared, alone = (read_line(1, {**LINE, "sharding": layout, "gpu_count": "4"}) for layout in layouts)
-    assert dict(staged.settings)["strategy.data"] == "fsdp"
-    assert dict(staged.settings)["strategy.reshard_after_forward"] == "false"
+@pytest.mark.parametrize(
+    ("words", "plain_words"),
+    [
+        ({"sharding": "distributed optimizer with overlap"}, {"sharding": "distributed optimizer"}),
+        ({"sharding": "ZeRO-1", "strategy": "Megatron-DeepSpeed"}, {"sharding": "ZeRO-1"}),
+    ],
+)
+def test_where_parts_are_reduced_to_their_owners_time_is_that_of_what_does_so_in_a_pipeline(
+    words: dict[str, str], plain_words: dict[str, str]
+) -> None:
+    staged, plain, shared, alone = (
+        read_line(1, {**LINE, **said, "sharding": f"{degree}, {said['sharding']}", "gpu_count": "4"})
+        for degree, said in (("PP2", words), ("PP2", plain_words), ("TP2", words), ("PP4", words))
+    )
+    assert staged.micro_batches is not None
+    data_kinds = [dict(run)["strategy.data"] for run in staged.runs]
+    num_runs = len(staged.micro_batches.simulated)
+    assert data_kinds == ["zero1"] * num_runs + ["fsdp"] * num_runs
     assert any("once a step" in assumption for assumption in staged.assumptions)
+    predictions = predict_runs([build_published_config(run) for run in staged.runs])
+    published = read_as_published(staged, tuple(predictions))
+    assert published.time == continue_prediction(tuple(predictions[num_runs:]), staged.micro_batches).time
+    assert published.time != continue_prediction(tuple(predictions[:num_runs]), staged.micro_batches).time
+    assert published.memory.parts == predictions[0].memory.parts
     assert [dict(reading.settings)["strategy.data"] for reading in (plain, shared, alone)] == ["zero1", "zero1", "ddp"]
+    assert all(dict(run)["strategy.data"] != "fsdp" for reading in (plain, shared, alone) for run in reading.runs)
 
 
 def test_tensor_parallelism_overlaps_where_its_source_says_so() -> None:
