@@ -21,6 +21,7 @@ from bench.config.run_id import (
     convert_earlier_strategy,
     get_added_strategy_knobs,
     get_fields,
+    list_hardware_values,
     to_plain_value,
 )
 from bench.core.errors import ImpossibleError, invalid_value_error
@@ -297,9 +298,11 @@ class RunConfig:
         return " ".join(parts)
 
     def to_dict(self) -> dict[str, Any]:
-        """The complete resolved configuration as plain values."""
+        """The complete resolved configuration as plain values; all runs on a kind of hardware share those of it."""
         return {
-            name: to_plain_value(value) for name, value in get_fields(self).items() if name not in UNRECORDED_FIELDS
+            name: list_hardware_values(value) if name == "hardware" else to_plain_value(value)
+            for name, value in get_fields(self).items()
+            if name not in UNRECORDED_FIELDS
         }
 
     @functools.cached_property

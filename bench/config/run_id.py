@@ -218,6 +218,17 @@ def _list_field_names(kind: type) -> tuple[str, ...]:
     return tuple(field.name for field in dataclasses.fields(kind))
 
 
+def list_hardware_values(hardware: Hardware) -> dict[str, Any]:
+    """The description as plain values: one mapping for all runs of a sweep, which nobody changes."""
+    if id(hardware) not in _plain_hardware_cache:
+        _plain_hardware_cache[id(hardware)] = hardware, to_plain_value(hardware)
+    return _plain_hardware_cache[id(hardware)][1]
+
+
+_plain_hardware_cache: dict[int, tuple[Hardware, dict[str, Any]]] = {}
+"""By identity, which the hardware that is kept here cannot lose to another one."""
+
+
 def to_plain_value(value: Any) -> Any:
     """What `dataclasses.asdict` comes to, in a fifth of its time: only containers are copied."""
     if isinstance(value, dict):

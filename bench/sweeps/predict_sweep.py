@@ -133,10 +133,10 @@ class SweepPredictor:
     def _write_row(self, row: Record) -> Record:
         """Write a row as the next attempt; if somebody else writes at the same time, as the one after."""
         while True:
-            numbered_row = {**row, "attempt": records.find_next_attempt(self._store, row["run_id"])}
+            row["attempt"] = records.find_next_attempt(self._store, row["run_id"])
             try:
-                records.write_row(self._store, numbered_row)
-                return numbered_row
+                records.write_row(self._store, row)
+                return row
             except FileExistsError:
                 continue
 
