@@ -139,25 +139,23 @@ def build_layout_overrides(degrees: Mapping[str, int], words: str, gpus: int) ->
         raise NotExpressibleError(f"the degrees of {words.strip()} do not come to {gpus} GPUs")
     data = next((value for pattern, value in DATA_PATTERNS if re.search(pattern, words)), "ddp")
     assumptions = []
-    optimizer = next((name for pattern, name in REDUCING_TO_OWNERS if re.search(pattern, words)), None)
     time_settings = {}
-    if optimizer is not None and degrees["pipeline"] > 1 and gpus > ranks_per_copy:
+    optimizer = next((name for pattern, name in REDUCING_TO_OWNERS if re.search(pattern, words)), None)
+    if data == "zero1" and optimizer is not None and degrees["pipeline"] > 1 and gpus > ranks_per_copy:
         time_settings = {"strategy.data": "fsdp", "strategy.reshard_after_forward": "false"}
         assumptions.append(
             f"{optimizer} takes the time of FSDP2, which gathers parameters and reduces gradients once a step in a "
             "pipeline"
         )
-    if data == "zero1" and degrees["expert"] > 1 and time_settings:
-        data = "fsdp"
-        settings["strategy.reshard_after_forward"] = "false"
-    elif data == "zero1" and degrees["expert"] > 1:
-        data = "ddp"
-        assumptions.append("states of the optimizer are not divided beside expert parallelism")
     if data == "zero1" and gpus == degrees["tensor"] * degrees["pipeline"]:
         data = "ddp"
+    settings["strategy.data"] = data
+    if data == "zero1" and degrees["expert"] > 1:  # states of the optimizer are not divided beside experts, but by FSDP
+        settings |= time_settings or {"strategy.data": "ddp"}
+        if not time_settings:
+            assumptions.append("states of the optimizer are not divided beside expert parallelism")
     if "zero-3" in words:
         assumptions.append("ZeRO-3 beside tensor parallelism is predicted as FSDP2")
-    settings["strategy.data"] = data
     if re.search(ASYNC_PATTERN, words):
         settings |= ASYNC_SETTINGS
     virtual = re.search(VIRTUAL_STAGES_PATTERN, words)
