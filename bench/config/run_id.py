@@ -10,8 +10,8 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from bench.hardware import Hardware
 from bench.hardware.attention_kernels import SDPA
@@ -132,7 +132,7 @@ def compute_run_id(config: Any, mode: str, peak: str, *, uses_host: bool) -> str
     texts = {
         name: _encode_json(value)
         if type(value) in (int, float, str, bool)
-        else _encode_section(name, value, mode, uses_host=uses_host)
+        else _encode_section(value, name, mode, uses_host)
         for name, value in values.items()
         if name not in excluded_names and not (name in ADDED_FIELD_DEFAULTS and value == ADDED_FIELD_DEFAULTS[name])
     }
@@ -141,52 +141,62 @@ def compute_run_id(config: Any, mode: str, peak: str, *, uses_host: bool) -> str
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+Result = TypeVar("Result")
+
+
+def _remember_by_identity(function: Callable[..., Result]) -> Callable[..., Result]:
+    """Call a function once for each first argument, which is not hashable, and what comes with it. Such an argument is
+    kept: its identity cannot become another one's."""
+    results: dict[tuple[Any, ...], tuple[Any, Result]] = {}
+
+    @functools.wraps(function)
+    def remember(section: Any, *others: Any) -> Result:
+        key = (id(section), *others)
+        if key not in results:
+            results[key] = section, function(section, *others)
+        return results[key][1]
+
+    return remember
+
+
 def _drop_unused_formats(hardware: Hardware, peak: str) -> Hardware:
     """Hardware without what is known of later formats, unless a run computes in one: the same object every time."""
     if peak in FORMATS_ADDED_LATER or not FORMATS_ADDED_LATER & hardware.peak_tflops.keys():
         return hardware
-    if id(hardware) not in _reduced_hardware_cache:
-        peaks = {name: value for name, value in hardware.peak_tflops.items() if name not in FORMATS_ADDED_LATER}
-        speeds = hardware.speeds
-        if speeds is not None and speeds.matmul is not None:
-            efficiency, sustained = (
-                {name: share for name, share in shares.items() if name not in FORMATS_ADDED_LATER}
-                for shares in (speeds.matmul.efficiency, speeds.matmul.sustained_share)
-            )
-            matmul = dataclasses.replace(speeds.matmul, efficiency=efficiency, sustained_share=sustained)
-            speeds = dataclasses.replace(speeds, matmul=matmul)
-        reduced_hardware = dataclasses.replace(hardware, peak_tflops=peaks, speeds=speeds)
-        _reduced_hardware_cache[id(hardware)] = hardware, reduced_hardware
-    return _reduced_hardware_cache[id(hardware)][1]
+    return _drop_later_formats(hardware)
 
 
-_reduced_hardware_cache: dict[int, tuple[Hardware, Hardware]] = {}
-"""By identity, which the hardware that is kept here cannot lose to another one."""
+@_remember_by_identity
+def _drop_later_formats(hardware: Hardware) -> Hardware:
+    peaks = {name: value for name, value in hardware.peak_tflops.items() if name not in FORMATS_ADDED_LATER}
+    speeds = hardware.speeds
+    if speeds is not None and speeds.matmul is not None:
+        efficiency, sustained = (
+            {name: share for name, share in shares.items() if name not in FORMATS_ADDED_LATER}
+            for shares in (speeds.matmul.efficiency, speeds.matmul.sustained_share)
+        )
+        matmul = dataclasses.replace(speeds.matmul, efficiency=efficiency, sustained_share=sustained)
+        speeds = dataclasses.replace(speeds, matmul=matmul)
+    return dataclasses.replace(hardware, peak_tflops=peaks, speeds=speeds)
 
 
-def _encode_section(name: str, section: Any, mode: str, *, uses_host: bool) -> str:
+@_remember_by_identity
+def _encode_section(section: Any, name: str, mode: str, uses_host: bool) -> str:
     """A section as JSON, without what is no part of a run's identity; sections repeat over a sweep, so each once.
 
     The machine around the device is such a part only where something is kept there, and described.
     """
-    key = (id(section), mode, uses_host)
-    if key not in _encoded_section_cache:
-        values = get_fields(section)
-        for path in (*FIELDS_NOT_HASHED, *IRRELEVANT_FIELDS_BY_MODE.get(mode, ())):
-            if path[0] == name:
-                values.pop(path[-1], None)
-        if name == "hardware" and not (uses_host and values.get("host")):
-            values.pop("host", None)
-        added_strategy_knobs = get_added_strategy_knobs(values) if name == "strategy" else {}
-        for knob, default_value in {**ADDED_KNOB_DEFAULTS.get(name, {}), **added_strategy_knobs}.items():
-            if knob in values and values[knob] == default_value:
-                del values[knob]
-        _encoded_section_cache[key] = section, _encode_json(values)
-    return _encoded_section_cache[key][1]
-
-
-_encoded_section_cache: dict[tuple[int, str, bool], tuple[Any, str]] = {}
-"""By identity, which the section that is kept here cannot lose to another one."""
+    values = get_fields(section)
+    for path in (*FIELDS_NOT_HASHED, *IRRELEVANT_FIELDS_BY_MODE.get(mode, ())):
+        if path[0] == name:
+            values.pop(path[-1], None)
+    if name == "hardware" and not (uses_host and values.get("host")):
+        values.pop("host", None)
+    added_strategy_knobs = get_added_strategy_knobs(values) if name == "strategy" else {}
+    for knob, default_value in {**ADDED_KNOB_DEFAULTS.get(name, {}), **added_strategy_knobs}.items():
+        if knob in values and values[knob] == default_value:
+            del values[knob]
+    return _encode_json(values)
 
 
 def _encode_json(value: Any) -> str:
@@ -218,15 +228,11 @@ def _list_field_names(kind: type) -> tuple[str, ...]:
     return tuple(field.name for field in dataclasses.fields(kind))
 
 
+@_remember_by_identity
 def list_hardware_values(hardware: Hardware) -> dict[str, Any]:
     """The description as plain values: one mapping for all runs of a sweep, which nobody changes."""
-    if id(hardware) not in _plain_hardware_cache:
-        _plain_hardware_cache[id(hardware)] = hardware, to_plain_value(hardware)
-    return _plain_hardware_cache[id(hardware)][1]
-
-
-_plain_hardware_cache: dict[int, tuple[Hardware, dict[str, Any]]] = {}
-"""By identity, which the hardware that is kept here cannot lose to another one."""
+    values: dict[str, Any] = to_plain_value(hardware)
+    return values
 
 
 def to_plain_value(value: Any) -> Any:

@@ -14,6 +14,7 @@ import dataclasses
 from bench.config.run_config import RunConfig
 from bench.prediction.cost.collectives import ALL_GATHER, compute_collective_seconds, compute_send_seconds
 from bench.prediction.cost.rank_speed import build_collective_group
+from bench.prediction.pipeline.time import count_concurrent_pipelines
 from bench.prediction.prediction import MemoryPrediction, PredictedRange, Prediction, TimePrediction
 from bench.prediction.simulation.device_memory import predict_fit
 from bench.strategies.step_plan import PIPELINE_GROUP, TENSOR_GROUP
@@ -71,7 +72,7 @@ def compute_waited_seconds(config: RunConfig, micro_batches: MicroBatches) -> fl
         size / num_parts,
         links,
         is_in_node=2 * dim.stride <= config.gpus_per_node,
-        concurrent_sends=min(config.gpus_per_node, dim.stride),
+        concurrent_sends=count_concurrent_pipelines(config),
     )
     return micro_batches.count * (4 * send_s + 2 * gather_s)
 

@@ -190,7 +190,7 @@ def _find_node_of_pipeline_rank(config: RunConfig, rank: int) -> int:
     return rank * dim.stride // min(config.gpus, config.gpus_per_node)
 
 
-def _count_concurrent_pipelines(config: RunConfig) -> int:
+def count_concurrent_pipelines(config: RunConfig) -> int:
     """Copies whose ranks of one stage are in the same node, and send at the same time."""
     (dim,) = config.strategy.list_group_dims(PIPELINE_GROUP, config.gpus)
     return min(config.gpus, config.gpus_per_node, dim.stride)
@@ -207,7 +207,7 @@ def _compute_send_seconds(config: RunConfig, timetable: Timetable, stage_index: 
         size,
         config.hardware.speeds.links,
         is_in_node=sender_node == receiver_node,
-        concurrent_sends=_count_concurrent_pipelines(config),
+        concurrent_sends=count_concurrent_pipelines(config),
     )
 
 
@@ -298,7 +298,7 @@ def list_tied_all_reduces(config: RunConfig, timetable: Timetable, num_parts: in
         if len(ranks) == 1:
             continue
         ranks_by_node = Counter(_find_node_of_pipeline_rank(config, rank) for rank in ranks)
-        concurrent_groups = 1 if len(ranks_by_node) == 1 else _count_concurrent_pipelines(config)
+        concurrent_groups = 1 if len(ranks_by_node) == 1 else count_concurrent_pipelines(config)
         group = CollectiveGroup(len(ranks), min(ranks_by_node.values()), concurrent_groups)
         size = numel / num_parts * config.precision.parameter_dtype.itemsize
         tied_all_reduces.append(

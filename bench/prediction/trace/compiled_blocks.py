@@ -324,7 +324,7 @@ def _load_program(source: str, constants: dict[str, torch.Tensor]) -> Program:
             torch.empty(RNG_STATE_BYTES, dtype=torch.uint8),
             operator(*args, **kwargs),
         ),
-        "attention_backward": _run_attention_backward,
+        "attention_backward": lambda *args, **kwargs: run_attention_backward(*args, **kwargs)[0],
         **OVERLAPPED_PRODUCTS,
         "run_with_rng_state": lambda _state, operator, *args, **kwargs: operator(*args, **kwargs),
     }
@@ -335,23 +335,6 @@ def _load_program(source: str, constants: dict[str, torch.Tensor]) -> Program:
 
     run_program._boxed_call = True  # type: ignore[attr-defined]
     return run_program
-
-
-def _run_attention_backward(
-    gradient: Any,
-    query: Any,
-    key: Any,
-    value: Any,
-    bias: Any,
-    output: Any,
-    log_sum_exp: Any,
-    is_causal: bool,
-    learns_bias: bool = False,
-) -> Any:
-    scores = query.new_empty(*query.shape[:3], key.shape[2]) if learns_bias else None  # whose sum is bias's gradient
-    gradients = run_attention_backward(gradient, query, key, value, bias, output, log_sum_exp, is_causal, learns_bias)
-    del scores
-    return gradients
 
 
 def _build_fused_kernel(parameter_types: list[str], source: str) -> Callable[..., None]:

@@ -62,8 +62,10 @@ def run_attention_backward(
     log_sum_exp: Any,
     is_causal: bool,
     learns_bias: bool = False,
-) -> Any:
-    """Gradients of query, key and value; its buffers are there while it runs."""
+) -> tuple[Any, torch.Tensor | None]:
+    """Gradients of query, key and value, and the scores' where a bias learns from them (their sum is its gradient); its
+    buffers are there while it runs."""
+    scores = query.new_empty(*query.shape[:3], key.shape[2]) if learns_bias else None
     buffers = [
         torch.empty_like(query, dtype=torch.float32),  # both kernels add up the query's gradient in fp32
         torch.empty_like(log_sum_exp),
@@ -72,7 +74,7 @@ def run_attention_backward(
         gradient, query, key, value, bias, output, log_sum_exp, is_causal, learns_bias
     )
     del buffers
-    return gradients
+    return gradients, scores
 
 
 class _FakeFusedAttention(torch.autograd.Function):
@@ -90,9 +92,7 @@ class _FakeFusedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:  # type: ignore[override]
         query, key, value, bias, output, log_sum_exp = ctx.saved_tensors
-        needs_bias_gradient = bias is not None and ctx.needs_input_grad[3]
-        scores = query.new_empty(*query.shape[:3], key.shape[2]) if needs_bias_gradient else None
-        gradients = run_attention_backward(
+        gradients, scores = run_attention_backward(
             gradient, query, key, value, bias, output, log_sum_exp, ctx.causal, ctx.learns_bias
         )
         bias_gradient = None if scores is None else scores.sum_to_size(bias.shape)

@@ -72,4 +72,5 @@ def _run_forward(query: Any, key: Any, value: Any, **options: object) -> tuple[t
 
 def _run_backward(query: Any, key: Any, value: Any, **options: Any) -> tuple[torch.Tensor, ...]:
     saved = (options["out"], options["logsumexp"], options["is_causal"])
-    return tuple(run_attention_backward(options["grad_out"], query, key, value, None, *saved))
+    gradients, _ = run_attention_backward(options["grad_out"], query, key, value, None, *saved)
+    return tuple(gradients)
