@@ -102,7 +102,7 @@ predictions: $(VENV)/.installed
 	rm -rf build/predictions
 	for sweep in $(PAPER) "sharding_factor model=t5_11b"; do \
 	  $(BIN)/python -m bench.sweep sweep=$$sweep mode=predict hardware=a100_80gb \
-	    store=build/predictions/a100_80gb report=false || exit; \
+	    +hardware.speeds.records_nccl_stream=true store=build/predictions/a100_80gb report=false || exit; \
 	done
 	$(BIN)/python -m bench.sweep sweep=oom_frontier mode=predict hardware=a100_80gb \
 	  store=build/predictions/oom_frontier report=false

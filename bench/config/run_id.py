@@ -54,6 +54,7 @@ ADDED_KNOB_DEFAULTS: dict[str, dict[str, object]] = {
         "tie_embeddings": True,
         "query_rank": None,
         "expert_groups": 1,
+        "causal_masks": False,
     },
     "strategy": {
         "communication_hook": "none",

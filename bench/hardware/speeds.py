@@ -189,6 +189,9 @@ class HardwareSpeeds:
     """Of a CPU; null for a GPU."""
     many_gpus_share: Annotated[float, SHARE_BOUNDS] = MANY_GPUS_SHARE
     """Share of a lone GPU's speed at matrix products and attention that each has in a run of several."""
+    records_nccl_stream: bool = False
+    """What FSDP1 gathered is free again only when NCCL has done all it was given, as before torch 2.2, where its stream
+    was recorded on what a collective that is waited for at once used (https://github.com/pytorch/pytorch/pull/111431)."""
 
     def __post_init__(self) -> None:
         if self.processor is None and (self.matmul is None or self.attention is None):

@@ -31,8 +31,12 @@ COMPUTE_STREAM = "compute"
 REDUCE_INPUT = "reduce input"
 """Name of the copy, by ``torch._chunk_cat``, of gradients into what FSDP2 reduces."""
 
-ALL_GATHER_STREAM, REDUCE_STREAM, REPLICA_STREAM = "gather", "reduce", "replicate"
-"""Streams that communicate beside the one that computes."""
+ALL_GATHER_STREAM, REDUCE_STREAM, REPLICA_STREAM, CAST_STREAM = "gather", "reduce", "replicate", "cast"
+"""Streams that communicate, or cast what will be gathered, beside the one that computes."""
+
+NCCL_STREAM = "nccl"
+"""On which NCCL itself runs, of which the allocator knew before torch 2.2 (`HardwareSpeeds.records_nccl_stream`); later
+ones never are behind here."""
 
 WORLD_GROUP, SHARD_GROUP, REPLICA_GROUP, TENSOR_GROUP = "world", "shards", "replicas", "tensor"
 """Groups of ranks: all of them; those that share one copy of the model; those that hold the same shard; those that

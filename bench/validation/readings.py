@@ -33,6 +33,7 @@ from bench.validation.sources import (
     find_source_knowledge,
     find_torch_version,
     recomputes_whole_blocks,
+    records_nccl_stream,
 )
 from bench.validation.training_words import (
     read_checkpointing,
@@ -57,7 +58,6 @@ PARAMETER_TOLERANCE = 0.15
 """Between the parameters that a row prints, rounded and with or without embeddings, and those of the shape."""
 
 EXTRA_MEMORY: Mapping[str, Callable[[RunConfig], float]] = {
-    "causal_masks": lambda config: 4.0 * getattr(config.model, "num_layers", 0) * config.sequence_length**2,
     "freed_logits": lambda config: (
         -float(
             config.precision.compute_dtype.itemsize
@@ -67,8 +67,8 @@ EXTRA_MEMORY: Mapping[str, Callable[[RunConfig], float]] = {
         )
     ),
 }
-"""Bytes that those who measured held at the peak, and this suite does not: minGPT's masks, fp32, one in a block; less
-than none where logits, which this suite holds during backward, are let go before it."""
+"""Bytes that those who measured held at the peak, and this suite does not: less than none where logits, which this suite
+holds during backward, are let go before it."""
 
 
 @dataclass(frozen=True)
@@ -253,6 +253,8 @@ def _read_words(line: PublishedLine, knowledge: SourceKnowledge) -> tuple[Overri
     if "sequence_length" not in settings:
         settings["sequence_length"] = str(_read_count(line, "sequence_length", "sequence length"))
     _extend_positions(settings, knowledge.block_size == "sequence_length")
+    if settings["strategy"] == "fsdp1" and records_nccl_stream(find_torch_version(line)):
+        settings["+hardware.speeds.records_nccl_stream"] = "true"
     if re.search(r"torch\.compile|\bcompiled?\b", note.lower()):
         settings.setdefault("compile", "true")
     assumptions = [*words.assumptions, *knowledge.assumed]

@@ -8,7 +8,6 @@ from bench.config.run_config import RunConfig
 from bench.config.speed_columns import compute_speed_columns
 from bench.prediction.prediction import Prediction
 from bench.records.published import PUBLISHED_CSV, PublishedLine, read_published_lines
-from bench.validation.readings import EXTRA_MEMORY
 
 TFLOPS = "TFLOPS"
 
@@ -24,7 +23,12 @@ PAPER_SWEEPS = {"minGPT-175B": "gpt_175b_scale", "T5-11B": "t5_11b_scale"}
 open."""
 
 PAPER_OVERRIDES = {
-    model: {"hardware": "a100_80gb", "gpus_per_node": "8", **_read_sweep_settings(sweep)}
+    model: {
+        "hardware": "a100_80gb",
+        "gpus_per_node": "8",
+        "+hardware.speeds.records_nccl_stream": "true",  # of torch before 2.1
+        **_read_sweep_settings(sweep),
+    }
     for model, sweep in PAPER_SWEEPS.items()
 }
 
@@ -49,8 +53,3 @@ def compute_tflops(config: RunConfig, prediction: Prediction) -> float:
     """Predicted TFLOP/s per GPU, recomputation counted."""
     assert prediction.time is not None, f"{config.hardware.name} has no speeds"
     return float(compute_speed_columns(config, prediction.time.step_s.value)["hardware_tflops_per_gpu"])
-
-
-def compute_mask_bytes(config: RunConfig) -> float:
-    """Bytes of the causal masks in fp32 that minGPT keeps, one in every block, and the suite's model does not."""
-    return EXTRA_MEMORY["causal_masks"](config)

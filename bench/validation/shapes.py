@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from bench.config.run_config import RunConfig
 from bench.prediction.prediction import Prediction
 from bench.validation.readings import build_published_config
-from bench.validation.runs import FSDP_PAPER_OVERRIDES, compute_mask_bytes
+from bench.validation.runs import FSDP_PAPER_OVERRIDES
 
 PredictFunction = Callable[[Sequence[RunConfig]], list[Prediction]]
 
@@ -129,7 +129,7 @@ def _compare_allocator_cliff(predict: PredictFunction) -> QualitativeComparison:
         capacity, time = prediction.memory.capacity, prediction.time
         assert capacity is not None
         assert time is not None
-        wanted_bytes = prediction.memory.wanted.value + compute_mask_bytes(config)
+        wanted_bytes = prediction.memory.wanted.value
         texts.append(
             f"in {time.retry_probability:.0%} of cases at {config.gpus} ({wanted_bytes / 1e9:.0f} GB wanted of "
             f"{capacity / 1e9:.0f}, a step {time.step_s.low:.0f} to {time.step_s.high:.0f} s)"

@@ -44,6 +44,10 @@ WHOLE_RECOMPUTATION_BEFORE = (2, 1)
 """Version of torch from which on checkpointing stops when it has what backward needs
 (https://github.com/pytorch/pytorch/pull/90105, in 2.1)."""
 
+NCCL_STREAM_RECORDED_BEFORE = (2, 2)
+"""Version of torch from which on NCCL's stream is not recorded on what a collective that is waited for at once used
+(https://github.com/pytorch/pytorch/pull/111431, merged in October 2023)."""
+
 
 @dataclass(frozen=True)
 class SourceKnowledge:
@@ -114,9 +118,18 @@ def find_torch_version(line: PublishedLine) -> str:
 
 def recomputes_whole_blocks(torch_version: str) -> bool:
     """Whether checkpointing of this version computes a whole block again; where unknown, it is taken to stop early."""
+    return _is_before(torch_version, WHOLE_RECOMPUTATION_BEFORE)
+
+
+def records_nccl_stream(torch_version: str) -> bool:
+    """Whether NCCL's stream is recorded on what FSDP1 gathers in this version; where unknown, it is not."""
+    return _is_before(torch_version, NCCL_STREAM_RECORDED_BEFORE)
+
+
+def _is_before(torch_version: str, limit: tuple[int, int]) -> bool:
+    """Whether what is known of a version says that it is before another."""
     match = re.search(r"(\d+)\.(\d+)", torch_version)
     if match is None:
         return False
     version = (int(match[1]), int(match[2]))
-    is_upper_bound = "before" in torch_version
-    return version <= WHOLE_RECOMPUTATION_BEFORE if is_upper_bound else version < WHOLE_RECOMPUTATION_BEFORE
+    return version <= limit if "before" in torch_version else version < limit

@@ -7,10 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
 
 from bench.core.errors import ImpossibleError, UsageError
 from bench.models.experts import Routing
+from bench.rank.engine import build_engine, build_micro_batches
+from bench.rank.rehearsal_group import init_rehearsal_group
 from bench.strategies.mesh.experts import arrange_expert_parameter
 from bench.strategies.mesh.layout import DEFAULT_ORDER, MeshLayout
 from bench.strategies.pipeline.schedule import ALL_SCHEDULES, V_SCHEDULES, Timetable
@@ -252,6 +258,39 @@ WAYS: dict[str, tuple[str, tuple[str, ...], dict[str, tuple[str, ...]], float]] 
 def test_other_ways_to_train_are_those_of_one_process(execute: Execute, way: str) -> None:
     family, knobs, layouts, rel = WAYS[way]
     check_like_one_process(execute, (*MODELS[family], *knobs), 4, layouts, rel)
+
+
+def test_a_checkpointed_block_with_experts_is_computed_again_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With torch before 2.13 too, whose FSDP2 does not cast inputs of what backward computes again."""
+    pre_forward = FSDPState._pre_forward
+
+    def run_older_pre_forward(
+        state: FSDPState, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        inputs: tuple[tuple[Any, ...], dict[str, Any]] = pre_forward(state, module, args, kwargs)
+        return (args, kwargs) if state._training_state == TrainingState.PRE_BACKWARD else inputs
+
+    monkeypatch.setattr(FSDPState, "_pre_forward", run_older_pre_forward)
+    knobs = ("precision=bf16", "activation_checkpointing=full", "gpus=4", "mode=rehearse")
+    config = compose_run_config(*MODELS["moe"], *STEPS, *MESH, EXPERT, *knobs)
+    device = torch.device("cpu")
+    init_rehearsal_group(config.gpus)
+    try:
+        engine = build_engine(
+            config.model,
+            config.strategy,
+            config.precision,
+            config.optimizer,
+            device=device,
+            world_size=config.gpus,
+            activation_checkpointing=config.activation_checkpointing,
+            rehearsed=True,
+        )
+        loss = engine.step(build_micro_batches(config.model, batch_size=1, sequence_length=32, device=device))
+        assert loss is not None
+        assert loss.isfinite()
+    finally:
+        dist.destroy_process_group()
 
 
 # What decides which rank does what

@@ -116,6 +116,7 @@ def build_rank_speed(config: RunConfig) -> RankSpeed:
         unit_hooks_s=speeds.launch.unit_us * 1e-6,
         min_kernel_s=speeds.launch.kernel_us * 1e-6,
         overlap_loss=speeds.overlap_loss,
+        records_nccl_stream=speeds.records_nccl_stream,
     )
 
 

@@ -14,14 +14,16 @@ from bench.prediction.prediction import MEMORY_PARTS
 from bench.prediction.simulation.allocator_replay import AllocatorReplay
 from bench.strategies.step_plan import (
     ALL_GATHER_STREAM,
+    CAST_STREAM,
     COMPUTE_STREAM,
     GRADIENT_MEMORY,
+    NCCL_STREAM,
     OPTIMIZER_MEMORY,
     REDUCE_STREAM,
     REPLICA_STREAM,
 )
 
-STREAMS = (COMPUTE_STREAM, ALL_GATHER_STREAM, REDUCE_STREAM, REPLICA_STREAM)
+STREAMS = (COMPUTE_STREAM, ALL_GATHER_STREAM, REDUCE_STREAM, REPLICA_STREAM, CAST_STREAM, NCCL_STREAM)
 
 ACTIVATION_MEMORY, TEMPORARY_MEMORY = "activations", "temporaries"
 
@@ -47,8 +49,9 @@ class RankMemory:
         self._allocations: dict[str, tuple[float, str, str]] = {}
         self._part_bytes = dict.fromkeys(MEMORY_PARTS, 0.0)
         self._allocated_bytes = 0.0
-        self._delayed_frees: list[tuple[float, float]] = []
-        self._delayed_free_bytes = 0.0
+        self._late_frees: list[tuple[float, float, str]] = []
+        """When another stream is done with what was freed, how much that is and the stream it was allocated on."""
+        self._late_bytes = dict.fromkeys(STREAMS, 0.0)
         self.peak = MemoryPeak()
         self.phase_peaks: dict[str, float] = {}
         self.initial_bytes = 0.0
@@ -59,7 +62,7 @@ class RankMemory:
         self._side_stream_bytes = 0.0
         self._peak_compute_stream_bytes = 0.0
         self._side_streams: dict[str, tuple[float, float]] = {}
-        """What is allocated on each stream but the one that computes, and the most of it so far."""
+        """What is allocated on each stream but the one that computes, and the most that was active on it so far."""
         self.phase, self.module = "forward", ""
         self.processor_time = 0.0
         self.stream_times = dict.fromkeys(STREAMS, 0.0)
@@ -72,9 +75,10 @@ class RankMemory:
         self._part_bytes[part] += size
         self._allocated_bytes += size
         if stream != COMPUTE_STREAM:
+            self._collect_late_frees()
             level, peak = self._side_streams.get(stream, (0.0, 0.0))
             level += size
-            self._side_streams[stream] = level, level if level > peak else peak
+            self._side_streams[stream] = level, max(peak, level + self._late_bytes[stream])
             self._side_stream_bytes += size
         self.note_peak(0.0, 0.0)
         if self._replay is not None:
@@ -93,8 +97,8 @@ class RankMemory:
             self._side_stream_bytes -= size
         is_late = after is not None and self.stream_times[after] > self.processor_time
         if after is not None and is_late:
-            heapq.heappush(self._delayed_frees, (self.stream_times[after], size))
-            self._delayed_free_bytes += size
+            heapq.heappush(self._late_frees, (self.stream_times[after], size, stream))
+            self._late_bytes[stream] += size
         if self._replay is not None:
             self._replay.free(name, self.stream_times[after] if after is not None and is_late else None)
 
@@ -103,22 +107,28 @@ class RankMemory:
         level = self._allocated_bytes + extra_bytes
         if level > self.phase_peaks.get(self.phase, 0.0):
             self.phase_peaks[self.phase] = level
-        if level - self._side_stream_bytes > self._peak_compute_stream_bytes:
-            self._peak_compute_stream_bytes = level - self._side_stream_bytes
         if level > self.peak.size:
             parts = dict(self._part_bytes)
             parts[ACTIVATION_MEMORY] += lasting_bytes
             parts[GRADIENT_MEMORY] += gradient_bytes
             parts[TEMPORARY_MEMORY] += extra_bytes - lasting_bytes - gradient_bytes
             self.peak = MemoryPeak(level, parts, self.phase, self.module)
-        while self._delayed_frees and self._delayed_frees[0][0] <= self.processor_time:
-            self._delayed_free_bytes -= heapq.heappop(self._delayed_frees)[1]
-        if level + self._delayed_free_bytes > self.peak_active_bytes:
-            self.peak_active_bytes = level + self._delayed_free_bytes
+        self._collect_late_frees()
+        self._peak_compute_stream_bytes = max(
+            self._peak_compute_stream_bytes, level - self._side_stream_bytes + self._late_bytes[COMPUTE_STREAM]
+        )
+        late_bytes = sum(self._late_bytes.values()) if self._late_frees else 0.0
+        self.peak_active_bytes = max(self.peak_active_bytes, level + late_bytes)
+
+    def _collect_late_frees(self) -> None:
+        """What no stream uses any more is not active any more."""
+        while self._late_frees and self._late_frees[0][0] <= self.processor_time:
+            _, size, stream = heapq.heappop(self._late_frees)
+            self._late_bytes[stream] -= size
 
     @property
     def stream_peaks_bytes(self) -> float:
-        """Peaks of all streams together: what one has cached the others cannot use."""
+        """What was active at most on each stream, all together: what one has cached the others cannot use."""
         return self._peak_compute_stream_bytes + sum(peak for _, peak in self._side_streams.values())
 
     def note_initial_bytes(self) -> None:
@@ -161,7 +171,7 @@ class RankMemory:
         levels = [
             *(size for _, (size, _, _) in allocations),
             *(level for _, (level, _) in streams),
-            *(self._allocated_bytes, self._side_stream_bytes, self._delayed_free_bytes),
+            *(self._allocated_bytes, self._side_stream_bytes, *self._late_bytes.values()),
         ]
         return names, [*levels, *self._part_bytes.values()], len(levels)
 
@@ -171,5 +181,6 @@ class RankMemory:
             name: (next(sizes), part, stream) for name, (_, part, stream) in sorted(self._allocations.items())
         }
         self._side_streams = {name: (next(sizes), peak) for name, (_, peak) in sorted(self._side_streams.items())}
-        self._allocated_bytes, self._side_stream_bytes, self._delayed_free_bytes = (next(sizes) for _ in range(3))
+        self._allocated_bytes, self._side_stream_bytes = next(sizes), next(sizes)
+        self._late_bytes = {stream: next(sizes) for stream in self._late_bytes}
         self._part_bytes = {part: next(sizes) for part in self._part_bytes}

@@ -23,6 +23,7 @@ from bench.prediction.trace.trace import BlockPlace
 from bench.strategies.step_plan import (
     ALL_GATHER_MEMORY,
     COMPUTE_STREAM,
+    NCCL_STREAM,
     REDUCE_INPUT,
     REDUCTION_MEMORY,
 )
@@ -51,6 +52,8 @@ class RankSpeed:
     """Share of its speed that computation loses while something is sent."""
     transfer_s_per_byte: float = 0.0
     """Between the device and its machine's memory, in one direction."""
+    records_nccl_stream: bool = False
+    """What a collective used is free only when NCCL has done all it was given."""
     retry_s_per_byte: float = 0.0
     """Above 0: the device stands still for so long whenever a large buffer is allocated beside the computation."""
 
@@ -148,15 +151,15 @@ class SimulatedRank(RankMemory):
         """As it is now."""
         names, sizes, num_levels = self.list_held()
         events, communicators = sorted(self._event_times.items()), sorted(self._communicator_times.items())
-        delayed_frees = sorted(self._delayed_frees)
+        late_frees = sorted(self._late_frees)
         names += [name for name, _ in (*events, *communicators)]
-        names += [size for _, size in delayed_frees]
+        names += [freed for _, *freed in late_frees]
         names += [len(events), len(self._late_free_times), len(self._collective_spans)]
         seconds = [
             *(time for _, time in events),
             *(time for _, time in communicators),
             *self._late_free_times,
-            *(time for time, _ in delayed_frees),
+            *(time for time, *_ in late_frees),
             *itertools.chain.from_iterable(self._collective_spans),
             self.processor_time,
             *self.stream_times.values(),
@@ -171,7 +174,7 @@ class SimulatedRank(RankMemory):
         self._event_times = {name: next(seconds) for name in sorted(self._event_times)}
         self._communicator_times = {name: next(seconds) for name in sorted(self._communicator_times)}
         self._late_free_times = deque(next(seconds) for _ in self._late_free_times)
-        self._delayed_frees = sorted((next(seconds), size) for _, size in sorted(self._delayed_frees))
+        self._late_frees = sorted((next(seconds), size, stream) for _, size, stream in sorted(self._late_frees))
         self._collective_spans = deque((next(seconds), next(seconds)) for _ in self._collective_spans)
         self.processor_time = next(seconds)
         self.stream_times = {stream: next(seconds) for stream in self.stream_times}
@@ -267,6 +270,8 @@ class SimulatedRank(RankMemory):
             start = max(start, self.stream_times[after])
         end = start + seconds
         self.stream_times[stream] = self._communicator_times[group] = end
+        if self._speed.records_nccl_stream:
+            self.stream_times[NCCL_STREAM] = end
         self._event_times[name] = end
         self.spent_seconds["communication"] += seconds
         if seconds:

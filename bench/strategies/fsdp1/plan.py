@@ -13,8 +13,11 @@ from bench.strategies.sharding import ShardedPlan
 from bench.strategies.step_plan import (
     ALL_GATHER_MEMORY,
     ALL_GATHER_STREAM,
+    CAST_STREAM,
+    COMPUTE_STREAM,
     GRADIENT_MEMORY,
     GRADIENTS_KEPT,
+    NCCL_STREAM,
     REDUCE_STREAM,
     REDUCTION_MEMORY,
     SHARD_GROUP,
@@ -168,9 +171,11 @@ class FSDP1Plan(ShardedPlan):
         size = flat_numel * self._find_compute_itemsize(unit)
         is_accumulated = f"flat gradient {index}" in self._kept_flat_gradients or self._accumulates_in_shard(unit)
         name = "added gradient" if is_accumulated else f"flat gradient {index}"
-        device.allocate(name, size, GRADIENT_MEMORY)
+        device.allocate(name, size, GRADIENT_MEMORY, stream=ALL_GATHER_STREAM)
         device.copy_within_device("flat gradient", 2 * size)
-        device.free(name_unit_gradients(unit))
+        device.record_event(name)
+        device.follow_stream(ALL_GATHER_STREAM, name)
+        device.free(name_unit_gradients(unit), after=ALL_GATHER_STREAM)
         if (
             self._accumulates_in_shard(unit)
             and self.inputs.is_on_cpu
@@ -180,7 +185,7 @@ class FSDP1Plan(ShardedPlan):
                 "converted gradient", flat_numel * parameter_itemsize, GRADIENT_MEMORY
             )  # to the format of what it is added to
             device.free("converted gradient")
-        self._reshard_unit(device, unit)
+        self._reshard_unit(device, unit, stream=ALL_GATHER_STREAM)
         if self._strategy.backward_prefetch == "post" and not unit.is_root:
             self._prefetch_next_backward_unit(device, unit)
         if self._synchronize:
@@ -304,7 +309,7 @@ class FSDP1Plan(ShardedPlan):
                 device.copy_within_device("cast", size + self._flat_numel[index] * self.inputs.parameter_itemsize)
             return
         if self._casts_unit(unit):
-            device.allocate(f"cast {index}", size / self._sharding_factor, ALL_GATHER_MEMORY, stream=ALL_GATHER_STREAM)
+            device.allocate(f"cast {index}", size / self._sharding_factor, ALL_GATHER_MEMORY, stream=CAST_STREAM)
         if self._strategy.limit_all_gathers:
             device.limit_all_gathers(MAX_ALL_GATHERS_IN_FLIGHT)
         device.allocate(f"whole {index}", size, ALL_GATHER_MEMORY, stream=ALL_GATHER_STREAM)
@@ -318,9 +323,10 @@ class FSDP1Plan(ShardedPlan):
             self._pending_all_gathers.discard(unit.index)
             device.wait_for_event(f"{'all-gather' if self._sharding_factor > 1 else 'upload'} {unit.index}")
 
-    def _reshard_unit(self, device: PlanDevice, unit: ShardingUnit) -> None:
+    def _reshard_unit(self, device: PlanDevice, unit: ShardingUnit, *, stream: str = COMPUTE_STREAM) -> None:
+        """Free the flat parameter, on the stream that used it last: its own, when its gradients are put together."""
         if unit.index in self._unsharded_units:
             self._unsharded_units.discard(unit.index)
             device.free(f"upload {unit.index}")
-            device.free(f"whole {unit.index}", after="compute")
-            device.note_late_free()
+            device.free(f"whole {unit.index}", after=NCCL_STREAM if stream == ALL_GATHER_STREAM else stream)
+            device.note_late_free(after=stream)

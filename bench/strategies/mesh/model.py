@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -171,6 +172,9 @@ class _PartWrapper:
             reduce_dtype=precision.reduce_dtype,
             cast_forward_inputs=not fp32_modules,
         )
+        # Experts cast what they multiply. FSDP2 would cast the router's weights too, but before torch 2.13 not where a
+        # checkpointed block is computed again.
+        expert_policy = dataclasses.replace(policy, cast_forward_inputs=False)
         mesh = self._mesh.get_fsdp_mesh(SHARDS, EXPERT, CONTEXT)
         expert_mesh = self._mesh.get_fsdp_mesh(SHARDS, CONTEXT)
         num_shards = expert_mesh.size(expert_mesh.ndim - 1)
@@ -179,7 +183,7 @@ class _PartWrapper:
                 fully_shard(
                     module,
                     mesh=expert_mesh,
-                    mp_policy=policy,
+                    mp_policy=expert_policy,
                     shard_placement_fn=lambda parameter: Shard(_choose_dimension(parameter, num_shards)),
                     **options,
                 )
