@@ -29,9 +29,11 @@ class MinGPTFamily(GPTFamily):
         """On meta."""
         model = super().build_model()
         model.lm_head = nn.Linear(self.hidden_size, self.vocabulary_size, bias=False, device="meta")
-        for block in model.transformer.h if self.causal_masks else ():
-            mask = torch.empty(self.block_size, self.block_size, device="meta")
-            block.attn.register_buffer(MASK_NAME, mask, persistent=False)
+        if self.causal_masks:
+            (blocks,) = self.find_block_lists(model)
+            for block in blocks:
+                mask = torch.empty(self.block_size, self.block_size, device="meta")
+                block.register_buffer(MASK_NAME, mask, persistent=False)
         return model
 
     def build_buffer(self, module: nn.Module, name: str, device: torch.device) -> torch.Tensor:

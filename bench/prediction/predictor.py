@@ -8,6 +8,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 
+from bench.config.rehearsal import Rehearsal
 from bench.config.run_config import RunConfig
 from bench.core import processes
 from bench.core.progress import track_progress
@@ -128,7 +129,11 @@ def predict_runs(configs: Sequence[RunConfig], *, replay_allocator: bool = True)
 
 def compute_prediction_id(config: RunConfig) -> str:
     """What tells one prediction from another, whatever mode the run is in."""
-    return config.run_id if config.mode == "predict" else dataclasses.replace(config, mode="predict").run_id
+    if config.mode == "predict":
+        return config.run_id
+    run_id = dataclasses.replace(config, mode="predict", rehearse=Rehearsal()).run_id
+    position = predictor.find_rehearsed_position(config)
+    return run_id if position is None else f"{run_id} rank {position} of a pipeline"
 
 
 def _predict_uncached(configs: list[RunConfig], simulate: Callable[[RunConfig], Prediction]) -> list[Prediction]:

@@ -67,8 +67,8 @@ EXTRA_MEMORY: Mapping[str, Callable[[RunConfig], float]] = {
         )
     ),
 }
-"""Bytes that those who measured held at the peak, and this suite does not: less than none where logits, which this suite
-holds during backward, are let go before it."""
+"""Bytes that those who measured held at the peak, and this suite does not: less than none where logits, which this
+suite holds during backward, are let go before it."""
 
 
 @dataclass(frozen=True)

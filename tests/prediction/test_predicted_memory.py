@@ -81,6 +81,7 @@ UNTUNED = [
     # The last weight's gradient, which is larger than all that is computed: heads that share nothing, wide blocks.
     (*MINGPT, "model.vocabulary_size=13118", "model.hidden_size=135", "model.num_heads=5", "strategy=single"),
     (*MINGPT, "model.vocabulary_size=503", "model.hidden_size=256", "strategy=fsdp", "gpus=2"),
+    (*MINGPT, "+model.causal_masks=true", "strategy=fsdp1", "gpus=2"),
     # Layers that stay in fp32: kept out of autocast, or sharded by themselves.
     (*NARROW_T5, "precision=fp16", "strategy=single"),
     (*NARROW_T5, "precision=fp16", "strategy=fsdp", "gpus=2"),

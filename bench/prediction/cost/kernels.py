@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from bench.core.precision import Precision, get_torch_dtype
 from bench.hardware import Hardware
-from bench.hardware.attention_kernels import choose_sdpa_kernel
+from bench.hardware.attention_kernels import EFFICIENT, choose_sdpa_kernel
 from bench.hardware.speeds import AttentionSpeed, HardwareSpeeds, MatmulSpeed, ProcessorSpeed
 from bench.hardware.sustained_clocks import POWER_EXPONENT, compute_clock_share
 from bench.prediction.trace.cpu_memory import find_query_block_size
 from bench.prediction.trace.kernels import (
-    ALIGNED_ROW_BYTES,
     ATTENTION,
     ATTENTION_BACKWARD_MATMULS,
     ATTENTION_FORWARD_MATMULS,
@@ -247,9 +246,6 @@ def _compute_burst_seconds(
             seconds[selected] = compute_matmul_seconds(kernels.dims[selected, :4], burst_flops, speeds.matmul)
             sustained_shares[selected] = speeds.matmul.sustained_share.get(peak_name, 1.0)
             row_bytes = kernels.row_bytes[selected]
-            if format_name == "fp32" and precision.tf32:
-                # Assumed: rows aligned to one number of TF32's cost what those aligned to one of 16 bits do.
-                row_bytes = np.where(row_bytes < ALIGNED_ROW_BYTES, row_bytes // 2, row_bytes)
             if format_name in HALF_PRECISION_FORMATS or precision.tf32:
                 alignment_shares = find_alignment_shares(row_bytes, speeds.matmul)
                 seconds[selected] /= alignment_shares
@@ -269,19 +265,20 @@ def _compute_burst_seconds(
         # Its operands are of two formats: one number per row of scores is kept in fp32, whatever it computes in.
         peak_name, _ = _find_burst_flops(precision.compute, hardware, speeds, precision)
         assert speeds.attention is not None
+        attention = speeds.attention
+        if precision.compute == "fp32":
+            attention = _build_fp32_attention(attention, hardware.peak_tflops, peak_name)
         operators = [kernels.operators[index] for index in np.flatnonzero(is_attention)]
         seconds[is_attention] = compute_attention_seconds(
             operators,
             kernels.dims[is_attention],
             kernels.flops[is_attention],
             hardware.peak_tflops[peak_name] * 1e12,
-            speeds.attention,
+            attention,
             speeds.matmul.multiprocessors,
         )
-        attention_kernels = speeds.attention.kernels
         sustained_shares[is_attention] = [
-            attention_kernels[_choose_attention_kernel(speeds.attention, operator)].sustained_share
-            for operator in operators
+            attention.kernels[_choose_attention_kernel(attention, operator)].sustained_share for operator in operators
         ]
     return seconds, sustained_shares
 
@@ -323,6 +320,35 @@ def compute_attention_seconds(
     tail_factor = 1 + multiprocessors * np.where(is_causal, 1.0, 0.5) / thread_blocks
     burst_flops = peak_flops * np.where(is_backward, backward, forward)
     return flops * width_factor * length_factor * tail_factor / burst_flops
+
+
+FP32_ATTENTION_FORWARD, FP32_ATTENTION_BACKWARD = 0.42, 0.335
+"""Speed of the memory-efficient kernel in fp32 over that in 16 bits, where there are units for TF32: one H100, 4 x 2048
+tokens, heads of 128 (results/calibration/h100_profiled_kernels.csv)."""
+
+
+def _build_fp32_attention(
+    attention: AttentionSpeed, peak_tflops: Mapping[str, float], peak_name: str
+) -> AttentionSpeed:
+    """In fp32 PyTorch runs the memory-efficient kernel: FlashAttention and cuDNN's take 16 bits alone. Whether TF32 is
+    allowed makes no difference to it.
+
+    Parameters
+    ----------
+    peak_name: str
+        Format whose peak the result's shares are of.
+    """
+    efficient = attention.kernels.get(EFFICIENT)
+    if efficient is None:
+        return attention
+    if "tf32" in peak_tflops:
+        peak_ratio = peak_tflops["bf16"] / peak_tflops[peak_name]
+        efficient = dataclasses.replace(
+            efficient,
+            forward=efficient.forward * FP32_ATTENTION_FORWARD * peak_ratio,
+            backward=efficient.backward * FP32_ATTENTION_BACKWARD * peak_ratio,
+        )
+    return AttentionSpeed({EFFICIENT: efficient}, EFFICIENT)
 
 
 def _choose_attention_kernel(attention: AttentionSpeed, operator: str) -> str:

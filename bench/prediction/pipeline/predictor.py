@@ -27,14 +27,14 @@ from bench.strategies.pipeline.schedule import (
     Timetable,
 )
 from bench.strategies.pipeline.step_plans import StagePlan, name_stage_gradients
-from bench.strategies.step_plan import GRADIENT_MEMORY, PARAMETER_MEMORY, PlanInputs, ShardingUnit
+from bench.strategies.step_plan import GRADIENT_MEMORY, PARAMETER_MEMORY, PIPELINE_GROUP, PlanInputs, ShardingUnit
 
 UNTIMED_SPEED = RankSpeed()
 """Memory is the same at any pace."""
 
 
 def predict_pipeline(config: RunConfig, key: TraceKey, *, timeline: bool) -> Prediction:
-    """Predict a run; memory is that of the rank that needs most."""
+    """Predict a run; memory is that of the rank that needs most, or of the one that is rehearsed."""
     timetable = config.strategy.timetable
     assert timetable is not None
     stages = build_pipeline_stages(config, key, timetable)
@@ -45,11 +45,21 @@ def predict_pipeline(config: RunConfig, key: TraceKey, *, timeline: bool) -> Pre
     ]
     simulated_ranks = [_simulate_rank(config, timetable, stages, plans[rank], rank) for rank in ranks]
     memories = [predict_memory(config, simulated_rank) for simulated_rank in simulated_ranks]
-    largest_memory = memories[max(ranks, key=lambda rank: simulated_ranks[rank].peak.size)]
+    position = find_rehearsed_position(config)
+    if position is None:
+        position = max(ranks, key=lambda rank: simulated_ranks[rank].peak.size)
     return Prediction(
-        largest_memory,
+        memories[position],
         predict_pipeline_time(config, timetable, stages, plans, timeline=timeline),
     )
+
+
+def find_rehearsed_position(config: RunConfig) -> int | None:
+    """Where the rank that is rehearsed is in its pipeline; None where none is rehearsed, or there is no pipeline."""
+    if not config.is_rehearsed or config.strategy.timetable is None:
+        return None
+    (dim,) = config.strategy.list_group_dims(PIPELINE_GROUP, config.gpus)
+    return config.strategy.find_rehearsed_rank(config.rehearse.rank, config.gpus) // dim.stride % dim.size
 
 
 def _build_rank_plan(config: RunConfig, stages: Sequence[SimulatedPipelineStage]) -> StagePlan:
