@@ -33,6 +33,8 @@ from bench.prediction.prediction import (
 )
 from bench.prediction.predictor import predict_run, predict_runs
 from bench.prediction.trace import trace_cache
+from bench.reporting import read_store
+from bench.validation.measured import parse_recorded_config
 from tests import golden_predictions
 from tests.conftest import FULL_SCALE, ROOT, measure_cpu_time_s, needs
 from tests.golden_predictions import find_fault, list_moved, predict_cases, read_golden
@@ -46,12 +48,14 @@ PAPER_GPT = {
     "optimizer.implementation": "foreach",
     "model.attention": "eager",
     "model.dropout": 0.1,
+    "+model.causal_masks": True,
     "strategy": "fsdp1",
     "precision": "bf16",
     "precision.reduce": "bf16",
     "optimizer.keep_gradients": True,
     "sequence_length": 2048,
     "activation_checkpointing": "full",
+    "+hardware.speeds.records_nccl_stream": True,
 }
 
 
@@ -317,6 +321,28 @@ def test_throughput_hardly_falls_with_the_number_of_gpus():
         )
         falls[batch] = 1 - few.step_s.value / many.step_s.value
     assert 0 < falls[16] < falls[8] < 0.12
+
+
+def test_what_other_streams_use_of_fsdp1_is_what_a_gpu_measured():
+    """Rank 0 of GPT-175B and T5-11B on an H100: what is active but not allocated, which nothing is fitted to."""
+    rows = [
+        row
+        for row in read_store(ROOT / "results/measured/h100").records
+        if (row["evidence"], row["strategy"]) == ("rehearsed", "fsdp1")
+    ]
+    assert len(rows) == 4
+    for row, prediction in zip(rows, predict_runs([parse_recorded_config(row) for row in rows]), strict=True):
+        assert prediction.memory.active.value == pytest.approx(row["peak_active_bytes"], rel=0.003)
+
+
+def test_gathered_parameters_come_back_later_where_nccls_stream_is_recorded():
+    """Before torch 2.2. So it is in Figure 8(b): at batch 2 on 512 GPUs 15 GB more are active than allocated."""
+    settings = {**PAPER_GPT, "gpus": 512, "batch_size_per_gpu": 2}
+    recorded = predict_run(config(**settings)).memory
+    later = predict_run(config(**settings | {"+hardware.speeds.records_nccl_stream": False})).memory
+    assert recorded.allocated == later.allocated
+    assert (recorded.active.value - recorded.allocated.value) / 1e9 == pytest.approx(15, rel=0.1)
+    assert (later.active.value - later.allocated.value) / 1e9 < 12
 
 
 def test_without_the_rate_limiter_more_is_in_use_than_allocated():

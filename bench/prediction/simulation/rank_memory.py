@@ -31,6 +31,9 @@ GRADIENT_NAME_PREFIXES = ("gradients ", "gradient shard ")
 """Beginnings of the names under which plans keep gradients from step to step; their buckets have others."""
 
 
+NEAR_PEAK_SHARE = 0.9
+
+
 @dataclass
 class MemoryPeak:
     """The highest memory so far, and what it consists of."""
@@ -59,6 +62,8 @@ class RankMemory:
         self.early_bytes = 0.0
         """More than in the step that is simulated, in the second."""
         self.peak_active_bytes = 0.0
+        self.active_near_peak_bytes = 0.0
+        """The most that was active while nearly as much was allocated as at the peak."""
         self._side_stream_bytes = 0.0
         self._peak_compute_stream_bytes = 0.0
         self._side_streams: dict[str, tuple[float, float]] = {}
@@ -118,6 +123,8 @@ class RankMemory:
             self._peak_compute_stream_bytes, level - self._side_stream_bytes + self._late_bytes[COMPUTE_STREAM]
         )
         late_bytes = sum(self._late_bytes.values()) if self._late_frees else 0.0
+        if level >= NEAR_PEAK_SHARE * self.peak.size:
+            self.active_near_peak_bytes = max(self.active_near_peak_bytes, level + late_bytes)
         self.peak_active_bytes = max(self.peak_active_bytes, level + late_bytes)
 
     def _collect_late_frees(self) -> None:
