@@ -193,6 +193,21 @@ def test_products_whose_rows_are_not_aligned_are_slower_on_tensor_cores_alone() 
     assert kept_up == seconds(matmuls(shape, row_bytes=2), bursts)[0], "so slow that the power limit takes nothing"
 
 
+def test_attention_in_fp32_is_as_fast_as_an_h100_ran_it() -> None:
+    """GPT-1.3B, 4 x 2048 tokens: of 24 blocks forward takes 41.1 ms and backward 129.1 (h100_profiled_totals.csv)."""
+    assert H100.speeds is not None
+    lone = dataclasses.replace(H100, speeds=dataclasses.replace(H100.speeds, many_gpus_share=1.0))
+    dims, causal = (4, 16, 2048, 2048, 128), 0.5
+    flops = causal * 2 * float(np.prod(dims))
+    for operator, num_matmuls, measured_ms in (("attention_forward", 2, 41.1), ("attention_backward", 5, 129.1)):
+        kernel = dataclasses.replace(
+            others(operator, 0.0, ATTENTION, num_matmuls * flops), dims=np.array([dims], dtype=float)
+        )
+        for precision in (FP32, TF32):
+            assert 24e3 * seconds(kernel, lone, precision)[0] == pytest.approx(measured_ms, rel=0.05)
+        assert seconds(kernel, lone)[0] < seconds(kernel, lone, TF32)[0] / 8, "cuDNN's, in 16 bits"
+
+
 def test_tf32_is_faster_than_fp32_and_slower_than_bf16() -> None:
     shape = [(1, 8192, 8192, 8192)]
     fp32 = seconds(matmuls(shape, "fp32"), precision=FP32)[0]

@@ -331,8 +331,12 @@ def test_what_other_streams_use_of_fsdp1_is_what_a_gpu_measured():
         if (row["evidence"], row["strategy"]) == ("rehearsed", "fsdp1")
     ]
     assert len(rows) == 4
-    for row, prediction in zip(rows, predict_runs([parse_recorded_config(row) for row in rows]), strict=True):
+    configs = [parse_recorded_config(row) for row in rows]
+    for row, run, prediction in zip(rows, configs, predict_runs(configs), strict=True):
         assert prediction.memory.active.value == pytest.approx(row["peak_active_bytes"], rel=0.003)
+        # What making the layers leaves cached is not played: with 512 ranks it matters.
+        reserved_bytes = predictor.replay_steps(run).allocator.peak_reserved
+        assert reserved_bytes == pytest.approx(row["peak_reserved_bytes"], rel=0.12 if run.gpus == 512 else 0.04)
 
 
 def test_gathered_parameters_come_back_later_where_nccls_stream_is_recorded():

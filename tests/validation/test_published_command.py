@@ -16,7 +16,13 @@ from bench.records.published import PUBLISHED_CSV, read_published_lines
 from bench.validation.command import MORE_PUBLISHED_CSV, list_published_lines, main
 from bench.validation.published_table import REQUIRED_COLUMNS, read_published_table
 from bench.validation.readings import read_line, read_lines
-from bench.validation.sources import find_source_knowledge, find_torch_version, load_sources, recomputes_whole_blocks
+from bench.validation.sources import (
+    find_source_knowledge,
+    find_torch_version,
+    load_sources,
+    recomputes_whole_blocks,
+    records_nccl_stream,
+)
 
 ROW = {
     "model": "gpt_tiny",
@@ -178,6 +184,14 @@ def test_rows_of_llm_foundry_have_the_versions_of_their_tables() -> None:
 )
 def test_whole_blocks_are_computed_again_before_torch_2_1(version: str, is_whole: bool) -> None:
     assert recomputes_whole_blocks(version) == is_whole
+
+
+@pytest.mark.parametrize(
+    ("version", "is_recorded"),
+    [("1.13.1", True), ("2.1.0", True), ("2.2.0", False), ("unknown, before 2.1", True), ("unknown", False)],
+)
+def test_nccl_s_stream_is_recorded_before_torch_2_2(version: str, is_recorded: bool) -> None:
+    assert records_nccl_stream(version) == is_recorded
 
 
 def test_every_source_is_known_and_has_a_licence_note() -> None:

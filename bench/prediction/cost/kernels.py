@@ -324,7 +324,7 @@ def compute_attention_seconds(
 
 FP32_ATTENTION_FORWARD, FP32_ATTENTION_BACKWARD = 0.42, 0.335
 """Speed of the memory-efficient kernel in fp32 over that in 16 bits, where there are units for TF32: one H100, 4 x 2048
-tokens, heads of 128 (results/calibration/h100_profiled_kernels.csv)."""
+tokens, heads of 128 (results/calibration/h100_profiled_totals.csv)."""
 
 
 def _build_fp32_attention(

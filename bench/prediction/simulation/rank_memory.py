@@ -32,6 +32,7 @@ GRADIENT_NAME_PREFIXES = ("gradients ", "gradient shard ")
 
 
 NEAR_PEAK_SHARE = 0.9
+"""Of the peak of what is allocated, from which on `RankMemory.active_near_peak_bytes` counts."""
 
 
 @dataclass
