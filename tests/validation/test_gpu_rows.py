@@ -26,8 +26,8 @@ MEMORY_ERRORS = {
     "llama3_2_1b fp8": 0.03,
     "gpt_1b3 eager": 0.025,
 }
-"""Models, or a model in a precision or with a kind of attention, whose memory is predicted worse than that of others: of
-these none is 1.3 % off."""
+"""Models, or a model in a precision or with a kind of attention, whose memory is predicted worse than that of others:
+of these none is 1.3 % off."""
 
 
 FP8 = needs("torchao")
