@@ -20,11 +20,12 @@ from tests.conftest import CPU, ROOT
 PREDICTED = ROOT / "results" / "predicted"
 MAKEFILE = (ROOT / "Makefile").read_text()
 A100 = "hardware=a100_80gb"
+PAPER = (A100, "+hardware.speeds.records_nccl_stream=true")
 SWEEPS: dict[str, list[tuple[str, ...]]] = {
     "a100_80gb": [
-        *((f"sweep={name}", A100) for name in ("model_scale", "prefetch", "rate_limiter", "gpt_175b_scale")),
-        *((f"sweep={name}", A100) for name in ("t5_11b_scale", "memory", "sharding_factor", "dhen_scale")),
-        ("sweep=sharding_factor", "model=t5_11b", A100),
+        *((f"sweep={name}", *PAPER) for name in ("model_scale", "prefetch", "rate_limiter", "gpt_175b_scale")),
+        *((f"sweep={name}", *PAPER) for name in ("t5_11b_scale", "memory", "sharding_factor", "dhen_scale")),
+        ("sweep=sharding_factor", "model=t5_11b", *PAPER),
     ],
     "oom_frontier": [("sweep=oom_frontier", A100)],
     "cpu_frontier": [("sweep=oom_frontier_cpu",)],
