@@ -11,6 +11,7 @@ from bench.core.precision import Precision
 from bench.hardware import Hardware
 from bench.hardware.attention_kernels import choose_sdpa_kernel
 from bench.hardware.speeds import LinkSpeeds
+from bench.prediction.cost.attention import compute_attention_seconds
 from bench.prediction.cost.collectives import (
     ALL_TO_ALL,
     CALIBRATED_COLLECTIVES,
@@ -19,7 +20,7 @@ from bench.prediction.cost.collectives import (
     compute_collective_seconds,
     compute_send_seconds,
 )
-from bench.prediction.cost.kernels import compute_attention_seconds, compute_kernel_seconds
+from bench.prediction.cost.kernels import compute_kernel_seconds
 from bench.prediction.trace.kernels import (
     ATTENTION,
     BIAS_SUFFIX,

@@ -14,9 +14,9 @@ from bench.calibration.published.devices import POINT_PEAK_TFLOPS
 from bench.calibration.published.points import HALF_PRECISION_BYTES
 from bench.hardware.attention_kernels import SDPA
 from bench.hardware.speeds import AttentionKernelSpeed, AttentionSpeed, LinkSpeeds, MatmulSpeed
+from bench.prediction.cost.attention import compute_attention_seconds
 from bench.prediction.cost.collectives import CollectiveGroup, compute_collective_seconds
 from bench.prediction.cost.kernels import (
-    compute_attention_seconds,
     compute_matmul_seconds,
     find_alignment_shares,
 )
