@@ -120,13 +120,14 @@ class RankMemory:
             parts[TEMPORARY_MEMORY] += extra_bytes - lasting_bytes - gradient_bytes
             self.peak = MemoryPeak(level, parts, self.phase, self.module)
         self._collect_late_frees()
-        self._peak_compute_stream_bytes = max(
-            self._peak_compute_stream_bytes, level - self._side_stream_bytes + self._late_bytes[COMPUTE_STREAM]
-        )
-        late_bytes = sum(self._late_bytes.values()) if self._late_frees else 0.0
-        if level >= NEAR_PEAK_SHARE * self.peak.size:
-            self.active_near_peak_bytes = max(self.active_near_peak_bytes, level + late_bytes)
-        self.peak_active_bytes = max(self.peak_active_bytes, level + late_bytes)
+        compute_bytes = level - self._side_stream_bytes + self._late_bytes[COMPUTE_STREAM]
+        if compute_bytes > self._peak_compute_stream_bytes:
+            self._peak_compute_stream_bytes = compute_bytes
+        active_bytes = level + sum(self._late_bytes.values()) if self._late_frees else level
+        if active_bytes > self.peak_active_bytes:
+            self.peak_active_bytes = active_bytes
+        if active_bytes > self.active_near_peak_bytes and level >= NEAR_PEAK_SHARE * self.peak.size:
+            self.active_near_peak_bytes = active_bytes
 
     def _collect_late_frees(self) -> None:
         """What no stream uses any more is not active any more."""
