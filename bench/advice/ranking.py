@@ -180,12 +180,7 @@ def rank_candidates(candidates: Sequence[Candidate]) -> CandidateRanking:
     ranking = CandidateRanking()
     candidates, ranking.infeasible = _set_oversized_apart(candidates)
     largest_batches = _find_largest_batches([candidate.config for candidate in candidates])
-    configs = [
-        candidate.config
-        if candidate.has_requested_batch or largest_batch is None
-        else candidate.config.resize_batch(largest_batch or _find_smallest_batch(candidate.config))
-        for candidate, largest_batch in zip(candidates, largest_batches, strict=True)
-    ]
+    configs = [_resize(*pair) for pair in zip(candidates, largest_batches, strict=True)]
     for candidate, config, largest_batch, prediction in zip(
         candidates, configs, largest_batches, predict_configs(configs), strict=True
     ):
@@ -203,6 +198,30 @@ def rank_candidates(candidates: Sequence[Candidate]) -> CandidateRanking:
     ranking.possible.sort(key=_compute_rank_key)
     ranking.infeasible.sort(key=_compute_shortfall_bytes)
     return ranking
+
+
+def list_faster_candidates(candidates: Sequence[Candidate], step_s: float) -> list[Candidate]:
+    """Those of a global batch that may take less than `step_s` seconds a step.
+
+    Each at the largest batch of which what is allocated fits, without a replay of the allocator, which takes several
+    times as long. A replay may ask for smaller batches: these are gathered for more often, and are not faster.
+    """
+    candidates, _ = _set_oversized_apart(candidates)
+    batches = _search_batches([candidate.config for candidate in candidates])
+    configs = [_resize(*pair) for pair in zip(candidates, batches, strict=True)]
+    return [
+        candidate
+        for candidate, prediction in zip(candidates, predict_configs(configs, replay_allocator=False), strict=True)
+        if not isinstance(prediction, Unpredictable)
+        and (prediction.time is None or prediction.time.step_s.value < step_s)
+    ]
+
+
+def _resize(candidate: Candidate, largest_batch: int | None) -> RunConfig:
+    """A candidate at its largest batch, or its smallest if none fits; as it was asked for where that says the batch."""
+    if candidate.has_requested_batch or largest_batch is None:
+        return candidate.config
+    return candidate.config.resize_batch(largest_batch or _find_smallest_batch(candidate.config))
 
 
 def _build_row(
@@ -236,13 +255,7 @@ def _find_largest_batches(configs: Sequence[RunConfig]) -> list[int | None]:
     The search goes by what is allocated, which grows linearly with the batch. Then the allocator is replayed for what
     was found: where a block finds no place, smaller batches are tried.
     """
-    searches = search_largest_batches(
-        [_begin_search(config) for config in configs],
-        lambda sized_configs: [
-            _read_trial(prediction) for prediction in predict_configs(sized_configs, replay_allocator=False)
-        ],
-    )
-    sizes = [None if search.is_aborted else search.largest_batch_size or 0 for search in searches]
+    sizes = _search_batches(configs)
     untried = [index for index, size in enumerate(sizes) if size]
     for step in SHARES_OF_LARGEST_BATCH:
         predictions = predict_configs([configs[index].resize_batch(sizes[index] or 0) for index in untried])
@@ -257,6 +270,17 @@ def _find_largest_batches(configs: Sequence[RunConfig]) -> list[int | None]:
     for index in untried:
         sizes[index] = 0
     return sizes
+
+
+def _search_batches(configs: Sequence[RunConfig]) -> list[int | None]:
+    """The same by what is allocated alone."""
+    searches = search_largest_batches(
+        [_begin_search(config) for config in configs],
+        lambda sized_configs: [
+            _read_trial(prediction) for prediction in predict_configs(sized_configs, replay_allocator=False)
+        ],
+    )
+    return [None if search.is_aborted else search.largest_batch_size or 0 for search in searches]
 
 
 SHARES_OF_LARGEST_BATCH = (0.97, 0.94, 0.88, 0.76, 0.5, 0.25, 0.0)

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from bench.config.rehearsal import Rehearsal
 from bench.config.run_config import RunConfig
@@ -27,7 +27,7 @@ from bench.prediction.prediction import (
 )
 from bench.prediction.run_inputs import build_plan_inputs, build_run_layout, build_trace_key
 from bench.prediction.simulation.allocator_replay import AllocatorReplay
-from bench.prediction.simulation.caching_allocator import CachingAllocator
+from bench.prediction.simulation.caching_allocator import AllocatorFullError, CachingAllocator
 from bench.prediction.simulation.device_memory import (
     ReplayedMemory,
     compute_inputs_bytes,
@@ -66,15 +66,20 @@ from bench.prediction.trace.trace_cache import (
 )
 from bench.strategies.step_plan import PARAMETER_MEMORY, StepPlan
 
-MIN_RUNS_FOR_PROCESSES = 40
-"""Runs from which on it pays to share the work among processes."""
+MIN_BLOCKS_FOR_PROCESSES = 1280
+"""Blocks of all runs' models together, from which on it pays to share the work among processes: a simulated step takes
+longer the more blocks there are, and `REPLAY_WEIGHT` times as long where the allocator may be replayed."""
+
+REPLAY_WEIGHT = 4
 
 NUM_REPLAYED_STEPS = 2
 """The first makes optimizer state and fills the allocator's cache; the second is like all later ones, but for what a
 plan holds in it alone."""
 
-RUNS_PER_TASK = 32
-"""Runs a process takes at a time."""
+MAX_RUNS_PER_TASK = 32
+"""Runs a process takes at a time; fewer where each process would not have `MIN_TASKS_PER_PROCESS` times as many."""
+
+MIN_TASKS_PER_PROCESS = 4
 
 
 def predict_run(config: RunConfig, *, timeline: bool = False) -> Prediction:
@@ -119,8 +124,7 @@ def predict_runs(configs: Sequence[RunConfig], *, replay_allocator: bool = True)
     }
     missing_configs = {key: config for key, config in zip(keys, configs, strict=True) if key not in predictions}
     if missing_configs:
-        simulate = functools.partial(_simulate_run, replay_allocator=replay_allocator)
-        predicted = _predict_uncached(list(missing_configs.values()), simulate)
+        predicted = _predict_uncached(list(missing_configs.values()), replay_allocator)
         new_predictions = dict(zip(missing_configs, predicted, strict=True))
         cache.write_entries(kind, {key: prediction_to_plain(value) for key, value in new_predictions.items()})
         predictions |= new_predictions
@@ -136,17 +140,20 @@ def compute_prediction_id(config: RunConfig) -> str:
     return run_id if position is None else f"{run_id} rank {position} of a pipeline"
 
 
-def _predict_uncached(configs: list[RunConfig], simulate: Callable[[RunConfig], Prediction]) -> list[Prediction]:
+def _predict_uncached(configs: list[RunConfig], replay_allocator: bool) -> list[Prediction]:
+    simulate = functools.partial(_simulate_run, replay_allocator=replay_allocator)
     load_traces(list({trace: None for config in configs for trace in _list_traces(config)}))
     num_workers = os.cpu_count() or 1
-    if num_workers == 1 or len(configs) < MIN_RUNS_FOR_PROCESSES:
+    work = sum(config.trained_model.num_blocks or 1 for config in configs) * (REPLAY_WEIGHT if replay_allocator else 1)
+    if num_workers == 1 or work < MIN_BLOCKS_FOR_PROCESSES:
         return [simulate(config) for config in track_progress(configs, len(configs), "simulating steps")]
     sorted_indices = sorted(
         range(len(configs)), key=lambda index: repr((build_trace_key(configs[index]), configs[index].hardware))
     )
     processes.preload_if_forking(sorted({name for config in configs for name in config.trained_model.preload_modules}))
     with processes.open_worker_pool(num_workers, add_loaded_traces, (get_loaded_traces(),)) as pool:
-        predictions = pool.map(simulate, [configs[index] for index in sorted_indices], chunksize=RUNS_PER_TASK)
+        runs_per_task = max(1, min(MAX_RUNS_PER_TASK, len(configs) // (MIN_TASKS_PER_PROCESS * num_workers)))
+        predictions = pool.map(simulate, [configs[index] for index in sorted_indices], chunksize=runs_per_task)
         counted_predictions = track_progress(predictions, len(configs), "simulating steps")
         return [
             prediction
@@ -229,9 +236,11 @@ def _simulate_period(config: RunConfig, speed: rank_speed.RankSpeed, timeline: b
 def replay_memory(config: RunConfig, capacity: int) -> ReplayedMemory:
     """What the model of the allocator makes of a run with so many bytes, cuBLAS's workspaces among them."""
     available_bytes = round(capacity - compute_workspace_bytes(config))
-    replay = replay_steps(config, available_bytes)
-    is_short = replay.is_full or replay.num_retries > 0
-    return ReplayedMemory(available_bytes if is_short else replay.allocator.peak_reserved, not replay.is_full)
+    try:
+        replay = replay_steps(config, available_bytes)
+    except AllocatorFullError:
+        return ReplayedMemory(available_bytes, fits=False)
+    return ReplayedMemory(available_bytes if replay.num_retries else replay.allocator.peak_reserved, fits=True)
 
 
 def replay_steps(config: RunConfig, capacity: float = math.inf, num_steps: int = NUM_REPLAYED_STEPS) -> AllocatorReplay:
@@ -241,6 +250,11 @@ def replay_steps(config: RunConfig, capacity: float = math.inf, num_steps: int =
     ----------
     capacity: float
         Bytes it may have of the device.
+
+    Raises
+    ------
+    AllocatorFullError
+        If that is too little even when all that is cached is given back.
     """
     speed = rank_speed.build_rank_speed(config)
     key = build_trace_key(config)

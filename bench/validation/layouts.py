@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +15,10 @@ from bench.validation.tables import SUMMARY_HEAD, format_groups, format_table
 
 MIN_LAYOUTS = 4
 """Of a model on a device, for a rank correlation."""
+
+CLEAR_DIFFERENCE = 0.1
+"""Between two layouts' published speeds, as a share of the slower one's, from which on their order is no matter of
+chance: sources that repeat runs report differences of 5 to 10 %."""
 
 LAYOUT_TARGETS = "Aimed at: a mean error of 8 %, at most 20 %; memory 5 %; a rank correlation above 0.9."
 
@@ -40,6 +45,10 @@ class RankCorrelation:
     hardware: str
     layouts: int
     correlation: float
+    clear_pairs: int
+    """Pairs of layouts whose published speeds differ by more than `CLEAR_DIFFERENCE`."""
+    ordered_pairs: int
+    """Of these, those predicted in the order that was published."""
 
 
 def list_rank_correlations(scores: Sequence[Score]) -> list[RankCorrelation]:
@@ -54,9 +63,23 @@ def list_rank_correlations(scores: Sequence[Score]) -> list[RankCorrelation]:
         predicted = [fmean(_compute_rate(score, score.predicted_value) for score in run) for run in runs]
         source, model, hardware = name.split("\t")[:3]
         correlations.append(
-            RankCorrelation(source, model, hardware, len(runs), compute_rank_correlation(published, predicted))
+            RankCorrelation(
+                source,
+                model,
+                hardware,
+                len(runs),
+                compute_rank_correlation(published, predicted),
+                *count_ordered_pairs(published, predicted),
+            )
         )
     return correlations
+
+
+def count_ordered_pairs(published: Sequence[float], predicted: Sequence[float]) -> tuple[int, int]:
+    """Pairs whose published speeds differ clearly, and those of them that are predicted in the same order."""
+    pairs = itertools.combinations(sorted(zip(published, predicted, strict=True)), 2)
+    clear_pairs = [(slower, faster) for slower, faster in pairs if faster[0] > (1 + CLEAR_DIFFERENCE) * slower[0]]
+    return len(clear_pairs), sum(faster[1] > slower[1] for slower, faster in clear_pairs)
 
 
 def _name_model(score: Score) -> str:
@@ -125,11 +148,17 @@ def format_layouts(counted: Sequence[Score]) -> list[str]:
         mean = fmean(correlation.correlation for correlation in correlations)
         parts += [
             f"Rank correlation (Spearman) of layouts of one model on one device, {MIN_LAYOUTS} or more of them: "
-            f"{mean:.2f} in the mean of {len(correlations)}.",
+            f"{mean:.2f} in the mean of {len(correlations)}. Of {sum(entry.clear_pairs for entry in correlations)} "
+            f"pairs of them whose published speeds differ by more than {CLEAR_DIFFERENCE:.0%}, and so by more than "
+            f"most runs that are repeated, {sum(entry.ordered_pairs for entry in correlations)} are predicted in "
+            "their order.",
             format_table(
-                ("source", "model", "device", "layouts", "rank correlation"),
+                ("source", "model", "device", "layouts", "rank correlation", "clear pairs", "in order"),
                 (
-                    (entry.source, entry.model, entry.hardware, str(entry.layouts), f"{entry.correlation:.2f}")
+                    (
+                        *(entry.source, entry.model, entry.hardware, str(entry.layouts), f"{entry.correlation:.2f}"),
+                        *(str(entry.clear_pairs), str(entry.ordered_pairs)),
+                    )
                     for entry in correlations
                 ),
             ),

@@ -11,7 +11,7 @@ import pytest
 
 from bench import predict
 from bench.advice.layouts.bounds import LayoutBounder, list_held
-from bench.advice.layouts.comparison import plan_layouts
+from bench.advice.layouts.comparison import LayoutComparison, find_gpu_threshold, plan_layouts
 from bench.advice.layouts.layouts import Layout, LayoutQuestion, list_layouts
 from bench.advice.layouts.search import LayoutPredictor, LayoutSearch, search_layouts
 from bench.config.compose import compose_config
@@ -304,6 +304,15 @@ def test_the_answer_says_where_fsdp_alone_stops(capsys: pytest.CaptureFixture[st
     strategies = {row["strategy"] for row in section["ranked"]}
     assert {"mesh", "fsdp"} <= strategies
     assert {row["tokens_per_step"] for row in section["ranked"]} == {16 * 64}
+
+
+def test_on_fewer_gpus_a_batch_may_be_too_many_micro_batches_for_a_layout() -> None:
+    question = ask(*SMALL_QUESTION, "global_batch=8192", "gpus=16", modes="none")
+    (layout, *_) = [one for one in list_layouts(question) if (one.pipeline, one.micro_batches) == (2, 1024)]
+    search = search_layouts(question, layouts=[layout])
+    threshold = find_gpu_threshold(LayoutComparison(search, search.best, None, "it was not asked for"), {})
+    assert threshold is not None
+    assert threshold.tried == (8, 16)
 
 
 @pytest.mark.slow

@@ -10,8 +10,9 @@ from bench.config.run_config import RunConfig
 from bench.core.errors import UsageError
 from bench.core.units import GIB, MIB
 from bench.prediction.prediction import FITS
-from bench.prediction.predictor import predict_run, replay_steps
+from bench.prediction.predictor import predict_run, replay_memory, replay_steps
 from bench.prediction.simulation.caching_allocator import AllocatorFullError, CachingAllocator
+from bench.prediction.simulation.device_memory import compute_workspace_bytes
 from tests.conftest import ROOT, compose_run_config
 
 
@@ -162,18 +163,25 @@ def test_what_is_played_is_what_was_simulated(strategy):
     assert replay_steps(config, num_steps=3).allocator.device_allocated == 0
 
 
-def test_fsdp2_does_not_retry_in_a_memory_that_is_nearly_full():
-    """One stream frees all, every step alike: what is cached is given back once, and then there is enough."""
+def test_fsdp2_does_not_retry_where_fsdp1_does():
+    """One stream frees all, every step alike: what is cached is given back once, and then there is enough. FSDP1 frees
+    later than it allocates; what it gathered later still, where NCCL's stream is recorded."""
+    late = {"strategy__limit_all_gathers": "false", "+hardware.speeds.records_nccl_stream": "true"}
+    num_retries = {}
+    for strategy, knobs in {"fsdp": {}, "fsdp1": late}.items():
+        config = build_config(strategy=strategy, **knobs)
+        capacity = replay_steps(config).allocator.peak_allocated / 0.85
+        num_retries[strategy] = replay_steps(config, capacity, num_steps=3).allocator.num_retries
+    assert num_retries["fsdp"] == 0 < num_retries["fsdp1"]
+
+
+def test_a_memory_that_is_too_small_ends_the_replay():
     config = build_config(strategy="fsdp")
     needed = replay_steps(config).allocator.peak_allocated
-    allocator = replay_steps(config, needed / 0.97, num_steps=3).allocator
-    assert allocator.num_retries == 0
-    # FSDP1 frees later than it allocates; what it gathered later still, where NCCL's stream is recorded.
-    late = build_config(
-        **{"strategy": "fsdp1", "strategy__limit_all_gathers": "false", "+hardware.speeds.records_nccl_stream": "true"}
-    )
-    needed = replay_steps(late).allocator.peak_allocated
-    assert replay_steps(late, needed / 0.95, num_steps=3).allocator.num_retries > 0
+    with pytest.raises(AllocatorFullError):
+        replay_steps(config, 0.9 * needed)
+    assert not replay_memory(config, round(0.9 * needed + compute_workspace_bytes(config))).fits
+    assert replay_memory(config, round(2 * needed)).fits
 
 
 def test_the_nearer_memory_is_to_its_end_the_likelier_are_retries_and_no_step_is_a_cliff():

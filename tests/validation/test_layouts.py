@@ -12,7 +12,7 @@ from bench.prediction.intervals import LAYOUTS
 from bench.prediction.predictor import predict_runs
 from bench.strategies.pipeline.schedule import Timetable
 from bench.validation.interval_fit import list_residuals, name_row_class
-from bench.validation.layouts import compute_rank_correlation, list_rank_correlations
+from bench.validation.layouts import compute_rank_correlation, count_ordered_pairs, list_rank_correlations
 from bench.validation.mesh_words import continue_prediction, count_ranks_per_copy, plan_micro_batches
 from bench.validation.metrics import Quantity
 from bench.validation.other_software import (
@@ -200,6 +200,11 @@ def test_without_a_pipeline_micro_batches_are_not_measured() -> None:
 )
 def test_rank_correlation_is_spearmans(first: list[float], second: list[float], expected: float) -> None:
     assert compute_rank_correlation(first, second) == pytest.approx(expected)
+
+
+def test_pairs_whose_speeds_hardly_differ_are_not_counted_as_put_in_order() -> None:
+    assert count_ordered_pairs([100, 109, 130], [1, 2, 3]) == (2, 2)
+    assert count_ordered_pairs([130, 100, 109], [2.5, 3, 2]) == (2, 1)
 
 
 def test_layouts_of_one_model_are_put_in_order_by_speed_and_not_by_time() -> None:

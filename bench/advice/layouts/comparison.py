@@ -9,9 +9,15 @@ from dataclasses import dataclass
 from bench.advice.candidates import COMPARED_BUDGETS, build_candidates, choose_default_precision
 from bench.advice.layouts.layouts import Layout, LayoutQuestion, list_layouts
 from bench.advice.layouts.search import LayoutPredictor, LayoutSearch, search_layouts
-from bench.advice.ranking import TRAINING_STATE_BYTES, CandidateRanking, RankedCandidate, rank_candidates
+from bench.advice.ranking import (
+    TRAINING_STATE_BYTES,
+    CandidateRanking,
+    RankedCandidate,
+    list_faster_candidates,
+    rank_candidates,
+)
 from bench.config.compose import compose_config
-from bench.config.global_batch import parse_global_batch
+from bench.config.global_batch import MAX_ACCUMULATION, parse_global_batch
 from bench.config.grid import RunSettings
 from bench.config.run_config import RunConfig, build_run_config
 from bench.core.errors import ImpossibleError, UsageError
@@ -234,7 +240,10 @@ def _is_layout_best_at(gpus: int, search: LayoutSearch, knobs: Mapping[str, Sequ
     LayoutPredictor(question).predict(rescaled[:NUM_RESCALED], other)
     try:
         alone_knobs = {**knobs, "precision": [question.settings["precision"]]}
-        alone = find_fastest(rank_candidates(build_candidates(question.settings, alone_knobs).to_predict).possible)
+        candidates = build_candidates(question.settings, alone_knobs).to_predict
+        if other.best is not None:
+            candidates = list_faster_candidates(candidates, other.best.step_s)
+        alone = find_fastest(rank_candidates(candidates).possible) if candidates else None
     except UsageError:
         alone = None
     if other.best is None:
@@ -243,7 +252,8 @@ def _is_layout_best_at(gpus: int, search: LayoutSearch, knobs: Mapping[str, Sequ
 
 
 def _rescale(layout: Layout, question: LayoutQuestion) -> Layout | None:
-    """The layout with as many copies as other GPUs hold; None where the batch does not divide."""
+    """The layout with as many copies as other GPUs hold; None where the batch does not divide, or into too many
+    micro-batches."""
     ranks_per_copy = layout.tensor * layout.pipeline * layout.context
     copies, rest = divmod(question.gpus, ranks_per_copy * layout.expert)
     is_whole_sharding = layout.replicas == 1 and layout.data == "fsdp"
@@ -252,6 +262,8 @@ def _rescale(layout: Layout, question: LayoutQuestion) -> Layout | None:
     if rest or not copies or copies % shards or question.global_sequences % (all_copies * layout.micro_batch):
         return None
     micro_batches = question.global_sequences // (all_copies * layout.micro_batch)
+    if micro_batches > MAX_ACCUMULATION:
+        return None
     return dataclasses.replace(
         layout,
         shards=shards,

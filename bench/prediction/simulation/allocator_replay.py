@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 
 from bench.models.checkpointing import BlockPositions
-from bench.prediction.simulation.caching_allocator import AllocatorFullError, Block, CachingAllocator
+from bench.prediction.simulation.caching_allocator import Block, CachingAllocator
 from bench.prediction.trace.chunks import Chunk, MemoryEvent, MemoryPiece
 from bench.prediction.trace.scaled_trace import StorageOrigin
 from bench.prediction.trace.trace import LOSS_PLACE, BlockPlace
@@ -29,6 +29,9 @@ StorageKind = tuple[str, int, int, int, int]
 class AllocatorReplay:
     """One rank's allocator, through several simulated steps.
 
+    What it plays raises `AllocatorFullError` where something does not fit, even when all that was cached has been given
+    back.
+
     Parameters
     ----------
     allocator: CachingAllocator
@@ -39,8 +42,6 @@ class AllocatorReplay:
     allocator: CachingAllocator
     positions: Sequence[BlockPositions]
     updated_numels: Sequence[int] = ()
-    is_full: bool = False
-    """Something did not fit, even when all that was cached had been given back: what follows is not played."""
     num_retries: int = 0
     """Of all steps that have ended."""
     _held: dict[str, list[Block]] = field(default_factory=dict)
@@ -130,11 +131,9 @@ class AllocatorReplay:
             if not isinstance(piece, MemoryPiece):
                 continue
             for event in piece.events:
-                if self.is_full:
-                    return
                 if event.origin is None:
                     if event.size:
-                        self._put(local_blocks, event.number, self._allocate(event.size, COMPUTE_STREAM, now))
+                        self._put(local_blocks, event.number, self.allocator.allocate(event.size, COMPUTE_STREAM, now))
                     elif event.number in local_blocks:
                         self.allocator.free(local_blocks.pop(event.number))
                 else:
@@ -152,7 +151,7 @@ class AllocatorReplay:
         blocks = self._storages[kind]
         position = self._find_position(origin, place, traced_place)
         if event.size:
-            self._put(blocks, position, self._allocate(event.size, COMPUTE_STREAM, now))
+            self._put(blocks, position, self.allocator.allocate(event.size, COMPUTE_STREAM, now))
             return
         for freed_position in list(blocks) if event.frees_all_alike else [position]:
             if freed_position in blocks:
@@ -167,11 +166,10 @@ class AllocatorReplay:
             return place[1] + traced_position - traced_place[1]
         return self.positions[list_index].find_whole(traced_position)
 
-    def _put(self, blocks: dict[int, Block], key: int, block: Block | None) -> None:
+    def _put(self, blocks: dict[int, Block], key: int, block: Block) -> None:
         if key in blocks:
             self.allocator.free(blocks.pop(key))
-        if block is not None:
-            blocks[key] = block
+        blocks[key] = block
 
     def _divide_among_updated(self, size: float) -> list[float]:
         """A part of so many bytes for every tensor that the optimizer updates."""
@@ -179,14 +177,4 @@ class AllocatorReplay:
         return [size * numel / total for numel in self.updated_numels if numel] if size else []
 
     def _allocate_all(self, sizes: Iterable[float], stream: str, now: float) -> list[Block]:
-        blocks = (self._allocate(size, stream, now) for size in sizes if size)
-        return [block for block in blocks if block is not None]
-
-    def _allocate(self, size: float, stream: str, now: float) -> Block | None:
-        if self.is_full:
-            return None
-        try:
-            return self.allocator.allocate(size, stream, now)
-        except AllocatorFullError:
-            self.is_full = True
-            return None
+        return [self.allocator.allocate(size, stream, now) for size in sizes if size]

@@ -135,7 +135,8 @@ class CachingAllocator:
         AllocatorFullError
             If the device has too little even when everything cached was given back.
         """
-        self.collect_late_frees(now)
+        if self._late_frees:
+            self.collect_late_frees(now)
         rounded = round_block_bytes(size)
         pool = self._find_pool(stream, rounded)
         block = self._take_free_block(pool, rounded) or self._ask_device(pool, rounded)
@@ -145,11 +146,14 @@ class CachingAllocator:
             if block is None:
                 raise AllocatorFullError(f"{rounded} bytes do not fit {self._capacity - self.reserved:.0f}")
             self.num_retries += 1
-        self._split(block, rounded)
+        if block.size > rounded:
+            self._split(block, rounded)
         self.allocated += block.size
         self.active += block.size
-        self.peak_allocated = max(self.peak_allocated, self.allocated)
-        self.peak_active = max(self.peak_active, self.active)
+        if self.allocated > self.peak_allocated:
+            self.peak_allocated = self.allocated
+        if self.active > self.peak_active:
+            self.peak_active = self.active
         return block
 
     def free(self, block: Block, ready_time: float | None = None) -> None:
@@ -167,9 +171,10 @@ class CachingAllocator:
 
     def _find_pool(self, stream: str, size: int) -> _BlockPool:
         key = stream, size <= MAX_SMALL_BYTES
-        if key not in self._pools:
-            self._pools[key] = _BlockPool(is_small=key[1])
-        return self._pools[key]
+        pool = self._pools.get(key)
+        if pool is None:
+            pool = self._pools[key] = _BlockPool(is_small=key[1])
+        return pool
 
     def _take_free_block(self, pool: _BlockPool, size: int) -> Block | None:
         """The smallest free block that is large enough. The last one of an expandable segment, which could grow,
@@ -179,8 +184,10 @@ class CachingAllocator:
             return None
         block = pool.free_blocks[pool.free_keys[index][1]]
         if block is pool.last_block and index + 1 < len(pool.free_keys):
-            block = pool.free_blocks[pool.free_keys[index + 1][1]]
-        pool.remove_free(block)
+            index += 1
+            block = pool.free_blocks[pool.free_keys[index][1]]
+        block.is_free = False
+        del pool.free_keys[index], pool.free_blocks[block.address]
         return block
 
     def _ask_device(self, pool: _BlockPool, size: int) -> Block | None:

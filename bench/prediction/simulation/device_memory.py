@@ -218,8 +218,10 @@ NUM_QUANTILES = 39
 class AllocatorRetries:
     """How likely the allocator has to retry in every step, and how much of its buffers that concerns.
 
-    Where nothing is freed across streams (FSDP2, DDP) every step allocates the same in the same order: the allocator
-    retries at first at most, and finds all it needs from then on.
+    Where nothing is freed across streams (FSDP2, DDP) every step allocates the same in the same order, and none are
+    predicted: the allocator retries at first at most, and finds all it needs from then on. (Its model finds some in
+    every step of a small model where the peak is 89 to 93 % of all memory; rows of llm-foundry ran at full speed with
+    more.)
     """
 
     probability: float
