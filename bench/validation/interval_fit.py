@@ -2,9 +2,12 @@
 
 Conformal prediction by groups: a residual is the logarithm of true against predicted, a group one source on one device.
 Rows of a group share what makes them miss, so a new source is like a new group, not like more rows: an interval holds,
-on either side, the quantile of residuals of the group that needs most. A margin is added on both sides, the least of
-`MARGINS` with which, if each source in turn (for devices without training rows: each device in turn, too) takes no
-part, `TARGET_COVERAGE` of the rows left out lie within the interval of the others.
+on either side, the quantile of all residuals in which each group counts as much as any other, whatever its rows (pooled
+in groups as by Dunn, Wasserman and Ramdas, "Distribution-free prediction sets for two-layer hierarchical models", 2018,
+arXiv:1809.07441). A margin is added on both sides, the least of `MARGINS` with which, if each source in turn (for
+devices without training rows: each device in turn, too) takes no part, `TARGET_COVERAGE` of the rows left out lie
+within the interval of the others, and `SOURCE_COVERAGE` of the rows of each source but one in `SOURCES_PER_MISS`. Of
+the intervals that come of `SIDE_LEVELS` the narrowest is taken.
 
 Layouts of several kinds of parallelism have an interval of their own for step time. None for memory: their rows are
 of software that keeps other things than torch does, and say nothing of how well torch's memory is predicted.
@@ -15,6 +18,7 @@ many as are likely.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import itertools
 import json
@@ -40,10 +44,14 @@ from bench.validation.scores import INTERVAL_METRICS as METRIC_OF_KIND
 from bench.validation.scores import Score, group_by, pick_configurations
 
 TARGET_COVERAGE = 0.95
-"""Share of rows of a source, or device, left out that the margin must come to; 0.93 is asked for."""
+"""Share of all rows of sources, or devices, left out that the margin must come to."""
 
-SIDE_LEVEL = 0.975
-"""Quantile of residuals on each side."""
+SOURCE_COVERAGE, SOURCES_PER_MISS = 0.93, 10
+"""Share of the rows of one source, or device, left out that is asked for, and how many sources there are for each that
+does not come to it; one may not, however few there are."""
+
+SIDE_LEVELS = (0.975, 0.95, 0.9)
+"""Quantiles of residuals on each side, to try."""
 
 MIN_HALF_WIDTH = 0.005
 """Of any interval, as a logarithm: what rounding in print leaves."""
@@ -119,13 +127,20 @@ def name_row_class(score: Score) -> str:
 
 
 def fit_interval(residuals: Sequence[Residual], *, is_device_left_out: bool) -> FittedInterval:
-    """The interval of at least one residual."""
-    by_source = _list_held_out(residuals, lambda residual: residual.source)
-    by_device = _list_held_out(residuals, lambda residual: residual.device)
+    """The interval of at least one residual. Of a single source nothing can be left out: it gets the first level."""
+    levels = SIDE_LEVELS if len({residual.source for residual in residuals}) > 1 else SIDE_LEVELS[:1]
+    fitted = [_fit_level(residuals, level, is_device_left_out=is_device_left_out) for level in levels]
+    sufficient = [interval for interval in fitted if interval.basis == FITTED]
+    return min(sufficient or fitted[:1], key=lambda interval: interval.high / interval.low)
+
+
+def _fit_level(residuals: Sequence[Residual], level: float, *, is_device_left_out: bool) -> FittedInterval:
+    by_source = _list_held_out(residuals, level, lambda residual: residual.source)
+    by_device = _list_held_out(residuals, level, lambda residual: residual.device)
     held_out = [by_source, by_device] if is_device_left_out else [by_source]
     sufficient = next((margin for margin in MARGINS if all(_is_covered(rows, margin) for rows in held_out)), None)
     margin = MARGINS[-1] if sufficient is None else sufficient
-    low, high = _compute_quantiles(residuals)
+    low, high = _compute_quantiles(residuals, level)
     return FittedInterval(
         low=math.exp(-low - margin),
         high=math.exp(high + margin),
@@ -140,44 +155,53 @@ def fit_interval(residuals: Sequence[Residual], *, is_device_left_out: bool) -> 
 
 FITTED = "fitted"
 
-HeldOut = list[tuple[float, float, float]]
-"""Of rows left out: residual, and the quantiles below and above of those that took part."""
+HeldOut = dict[str, list[tuple[float, float, float]]]
+"""By what is left out, of its rows: residual, and the quantiles below and above of those that took part."""
 
 
-def _list_held_out(residuals: Sequence[Residual], get_name: Callable[[Residual], str]) -> HeldOut:
-    rows: HeldOut = []
+def _list_held_out(residuals: Sequence[Residual], level: float, get_name: Callable[[Residual], str]) -> HeldOut:
+    held_out: HeldOut = {}
     for name, left_out in group_by(residuals, get_name).items():
         rest = [residual for residual in residuals if get_name(residual) != name]
         if rest:
-            low, high = _compute_quantiles(rest)
-            rows += [(residual.log_ratio, low, high) for residual in left_out]
-    return rows
+            low, high = _compute_quantiles(rest, level)
+            held_out[name] = [(residual.log_ratio, low, high) for residual in left_out]
+    return held_out
 
 
-def _is_covered(rows: HeldOut, margin: float) -> bool:
-    coverage = _compute_coverage(rows, margin)
-    return coverage is None or coverage >= TARGET_COVERAGE
+def _is_covered(held_out: HeldOut, margin: float) -> bool:
+    coverage = _compute_coverage(held_out, margin)
+    if coverage is None:
+        return True
+    num_missing = sum(_count_within(rows, margin) < SOURCE_COVERAGE * len(rows) for rows in held_out.values())
+    return coverage >= TARGET_COVERAGE and num_missing <= max(1, len(held_out) // SOURCES_PER_MISS)
 
 
-def _compute_coverage(rows: HeldOut, margin: float) -> float | None:
-    if not rows:
-        return None
-    return sum(-low - margin <= ratio <= high + margin for ratio, low, high in rows) / len(rows)
+def _compute_coverage(held_out: HeldOut, margin: float) -> float | None:
+    """Of all rows; None where there are none."""
+    num_rows = sum(map(len, held_out.values()))
+    return sum(_count_within(rows, margin) for rows in held_out.values()) / num_rows if num_rows else None
 
 
-def _compute_quantiles(residuals: Sequence[Residual]) -> tuple[float, float]:
-    """Half-widths below and above, as logarithms: what the group needs that needs most on this side."""
+def _count_within(rows: Sequence[tuple[float, float, float]], margin: float) -> int:
+    return sum(-low - margin <= ratio <= high + margin for ratio, low, high in rows)
+
+
+def _compute_quantiles(residuals: Sequence[Residual], level: float) -> tuple[float, float]:
+    """Half-widths below and above, as logarithms."""
     groups = group_by(residuals, lambda residual: f"{residual.source} {residual.device}").values()
     low, high = (
-        max(_compute_quantile([sign * residual.log_ratio for residual in group]) for group in groups)
+        _compute_quantile([(sign * item.log_ratio, 1 / len(group)) for group in groups for item in group], level)
         for sign in (-1, 1)
     )
     return max(MIN_HALF_WIDTH, low), max(MIN_HALF_WIDTH, high)
 
 
-def _compute_quantile(values: Sequence[float]) -> float:
-    """The smallest value that `SIDE_LEVEL` of them do not exceed."""
-    return sorted(values)[math.ceil(SIDE_LEVEL * len(values)) - 1]
+def _compute_quantile(weighted_values: Sequence[tuple[float, float]], level: float) -> float:
+    """The smallest of the values that a share `level` of the weight does not exceed."""
+    ascending = sorted(weighted_values)
+    weights = list(itertools.accumulate(weight for _, weight in ascending))
+    return ascending[min(bisect.bisect_left(weights, level * weights[-1] - 1e-9), len(ascending) - 1)][0]
 
 
 def fit_intervals(scores: Sequence[Score], measured: Mapping[str, Sequence[Residual]]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 
@@ -83,6 +84,24 @@ def test_a_biased_source_widens_one_side() -> None:
     biased = [*residuals, *(Residual("biased", "device 0", 0.3) for _ in range(10))]
     before, after = (fit_interval(rows, is_device_left_out=False) for rows in (residuals, biased))
     assert math.log(after.high) >= 0.3 > math.log(before.high)
+
+
+def test_one_row_of_many_does_not_decide_how_wide_an_interval_is() -> None:
+    residuals = draw_residuals(sources=10, devices=2, rows=26, seed=4)
+    outlier = [*residuals[1:], dataclasses.replace(residuals[0], log_ratio=1.0)]
+    before, after = (fit_interval(rows, is_device_left_out=False) for rows in (residuals, outlier))
+    assert math.log(after.high) < math.log(before.high) + 0.02
+
+
+def test_an_interval_holds_for_each_source_but_one_in_ten_by_itself() -> None:
+    """Of one source in six a tenth of the rows are far off: too few to matter among all rows, not in their source."""
+    residuals = [
+        Residual(f"source {source}", "device", 0.3 if source % 6 == 0 and row < 2 else 0.001 * row)
+        for source in range(12)
+        for row in range(20)
+    ]
+    fitted = fit_interval(residuals, is_device_left_out=False)
+    assert math.log(fitted.high) >= 0.3
 
 
 def test_factors_widen_a_range_and_never_narrow_it() -> None:
