@@ -6,8 +6,8 @@ on either side, the quantile of all residuals in which each group counts as much
 in groups as by Dunn, Wasserman and Ramdas, "Distribution-free prediction sets for two-layer hierarchical models", 2018,
 arXiv:1809.07441). A margin is added on both sides, the least of `MARGINS` with which, if each source in turn (for
 devices without training rows: each device in turn, too) takes no part, `TARGET_COVERAGE` of the rows left out lie
-within the interval of the others, and `SOURCE_COVERAGE` of the rows of each source but one in `SOURCES_PER_MISS`. Of
-the intervals that come of `SIDE_LEVELS` the narrowest is taken.
+within the interval of the others, and `SOURCE_COVERAGE` of the rows of each source that has enough of them, but for
+one such source in `SOURCES_PER_MISS`. Of the intervals that come of `SIDE_LEVELS` the narrowest is taken.
 
 Layouts of several kinds of parallelism have an interval of their own for step time. None for memory: their rows are
 of software that keeps other things than torch does, and say nothing of how well torch's memory is predicted.
@@ -48,7 +48,10 @@ TARGET_COVERAGE = 0.95
 
 SOURCE_COVERAGE, SOURCES_PER_MISS = 0.93, 10
 """Share of the rows of one source, or device, left out that is asked for, and how many sources there are for each that
-does not come to it; one may not, however few there are."""
+need not come to it."""
+
+MIN_SOURCE_ROWS = 15
+"""Of a source that is asked for it: of fewer, one row that is outside is more than the share that may be."""
 
 SIDE_LEVELS = (0.975, 0.95, 0.9)
 """Quantiles of residuals on each side, to try."""
@@ -173,8 +176,9 @@ def _is_covered(held_out: HeldOut, margin: float) -> bool:
     coverage = _compute_coverage(held_out, margin)
     if coverage is None:
         return True
-    num_missing = sum(_count_within(rows, margin) < SOURCE_COVERAGE * len(rows) for rows in held_out.values())
-    return coverage >= TARGET_COVERAGE and num_missing <= max(1, len(held_out) // SOURCES_PER_MISS)
+    sources = [rows for rows in held_out.values() if len(rows) >= MIN_SOURCE_ROWS]
+    num_missing = sum(_count_within(rows, margin) < SOURCE_COVERAGE * len(rows) for rows in sources)
+    return coverage >= TARGET_COVERAGE and num_missing <= len(sources) // SOURCES_PER_MISS
 
 
 def _compute_coverage(held_out: HeldOut, margin: float) -> float | None:
