@@ -32,8 +32,10 @@ from bench.prediction.prediction import (
     prediction_to_plain,
 )
 from bench.prediction.predictor import predict_run, predict_runs
+from bench.prediction.simulation.simulated_rank import SimulatedRank
 from bench.prediction.trace import trace_cache
 from bench.reporting import read_store
+from bench.strategies.step_plan import ALL_GATHER_STREAM, CAST_STREAM, COMPUTE_STREAM, REDUCE_STREAM
 from bench.validation.measured import parse_recorded_config
 from tests import golden_predictions
 from tests.conftest import FULL_SCALE, ROOT, measure_cpu_time_s, needs
@@ -216,6 +218,7 @@ def test_processes_agree_with_one(empty_cache, monkeypatch):
     alone = predict_runs(runs)
     monkeypatch.setenv(cache.CACHE_DIR_VARIABLE, "")
     monkeypatch.setattr(predictor.os, "cpu_count", lambda: 3)
+    monkeypatch.setattr(predictor, "MIN_BLOCKS_FOR_PROCESSES", 1)
     assert predict_runs(runs) == alone
 
 
@@ -337,6 +340,23 @@ def test_what_other_streams_use_of_fsdp1_is_what_a_gpu_measured():
         # What making the layers leaves cached is not played: with 512 ranks it matters.
         reserved_bytes = predictor.replay_steps(run).allocator.peak_reserved
         assert reserved_bytes == pytest.approx(row["peak_reserved_bytes"], rel=0.12 if run.gpus == 512 else 0.04)
+
+
+def test_fsdp1_gathers_casts_and_reduces_on_streams_of_their_own(monkeypatch):
+    """What one stream has cached no other can use."""
+    streams: dict[str, set[str]] = {}
+
+    class RecordingRank(SimulatedRank):
+        def allocate(self, name: str, size: float, part: str, *, stream: str = COMPUTE_STREAM) -> None:
+            streams.setdefault(name.rpartition(" ")[0], set()).add(stream)
+            super().allocate(name, size, part, stream=stream)
+
+    monkeypatch.setattr(predictor, "SimulatedRank", RecordingRank)
+    mixed = {"strategy": "fsdp1", "precision": "bf16", "gpus": 8, "model": "gpt_tiny"}
+    predict_run(config(**mixed), timeline=True)
+    assert streams["cast"] == {CAST_STREAM}
+    assert streams["whole"] == streams["flat gradient"] == {ALL_GATHER_STREAM}
+    assert streams["reduce input"] == streams["reduced"] == streams["gradient shard"] == {REDUCE_STREAM}
 
 
 def test_gathered_parameters_come_back_later_where_nccls_stream_is_recorded():
