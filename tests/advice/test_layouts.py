@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from bench import predict
+from bench.advice.layouts import comparison
 from bench.advice.layouts.bounds import LayoutBounder, list_held
 from bench.advice.layouts.comparison import LayoutComparison, find_gpu_threshold, plan_layouts
 from bench.advice.layouts.layouts import Layout, LayoutQuestion, list_layouts
@@ -313,6 +314,18 @@ def test_on_fewer_gpus_a_batch_may_be_too_many_micro_batches_for_a_layout() -> N
     threshold = find_gpu_threshold(LayoutComparison(search, search.best, None, "it was not asked for"), {})
     assert threshold is not None
     assert threshold.tried == (8, 16)
+
+
+@pytest.mark.slow
+def test_what_is_slower_than_a_layout_is_left_out_and_changes_no_threshold(monkeypatch: pytest.MonkeyPatch) -> None:
+    question = ask(*SMALL_QUESTION, "gpus=16", modes="none")
+    search = search_layouts(question, layouts=list_compared(question)[::8])
+    as_if_best = LayoutComparison(search, search.best, None, "it was not asked for")
+    threshold = find_gpu_threshold(as_if_best, {})
+    assert threshold is not None
+    assert threshold.first_layout == 16  # FSDP alone is faster on 8, and must not be left out there
+    monkeypatch.setattr(comparison, "list_faster_candidates", lambda candidates, step_s: list(candidates))
+    assert find_gpu_threshold(as_if_best, {}) == threshold
 
 
 @pytest.mark.slow
