@@ -70,9 +70,13 @@ class _BlockPool:
         self.free_blocks[block.address] = block
 
     def remove_free(self, block: Block) -> None:
+        self.take_free(bisect_left(self.free_keys, (block.size, block.address)))
+
+    def take_free(self, index: int) -> Block:
+        """The free block of that position among `free_keys`, which is free no more."""
+        block = self.free_blocks.pop(self.free_keys.pop(index)[1])
         block.is_free = False
-        del self.free_keys[bisect_left(self.free_keys, (block.size, block.address))]
-        del self.free_blocks[block.address]
+        return block
 
     def merge(self, block: Block, following: Block) -> None:
         """Make one block of two neighbours."""
@@ -185,10 +189,7 @@ class CachingAllocator:
         block = pool.free_blocks[pool.free_keys[index][1]]
         if block is pool.last_block and index + 1 < len(pool.free_keys):
             index += 1
-            block = pool.free_blocks[pool.free_keys[index][1]]
-        block.is_free = False
-        del pool.free_keys[index], pool.free_blocks[block.address]
-        return block
+        return pool.take_free(index)
 
     def _ask_device(self, pool: _BlockPool, size: int) -> Block | None:
         """A new segment, or more of the expandable one, with room for the block; None if the device has too little."""
