@@ -38,6 +38,9 @@ KNOB_KEYS = (
 )
 """Keys and groups that are ranked against each other; others with several values make a table each."""
 
+OPTIONAL_KNOB_KEYS = ("loss",)
+"""So are these, where they have several values."""
+
 ASSUMED_KEYS = ("hardware", "precision", "sequence_length", "gpus")
 """What decides an answer, and is said where it was not given; of the network every answer says what it assumes."""
 
@@ -122,7 +125,11 @@ def read_question(
             "cluster"
         ]
         values_by_key["hardware"] = [cluster_fields.get("hardware") or find_hardware_description(device)]
-    knobs = {key: values for key, values in values_by_key.items() if _extract_group(key) in KNOB_KEYS}
+    knobs = {
+        key: values
+        for key, values in values_by_key.items()
+        if _extract_group(key) in KNOB_KEYS or (key in OPTIONAL_KNOB_KEYS and len(values) > 1)
+    }
     return AdviceQuestion(
         fixed_settings={
             key: values[0] for key, values in values_by_key.items() if key not in knobs and len(values) == 1

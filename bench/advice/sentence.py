@@ -11,7 +11,7 @@ from bench.advice.wording import describe_missing_time, format_memory_use, forma
 from bench.config.compose import compose_config
 from bench.config.grid import RunSettings
 from bench.config.groups import list_config_groups
-from bench.config.run_config import RunConfig
+from bench.config.run_config import WHOLE_LOSS, RunConfig
 from bench.core import presentation
 from bench.hardware.derived import describe_assumed_share
 from bench.hardware.interconnect import describe_network
@@ -314,11 +314,12 @@ def describe_speed_difference(candidate: RankedCandidate, best: RankedCandidate)
 
 
 def describe_candidate(candidate: RankedCandidate) -> str:
-    """``FSDP2 full shard with no activation checkpointing, bf16, batch 8``."""
+    """``FSDP2 full shard with no activation checkpointing, bf16, batch 8``; behind it ``loss compiled`` or the like."""
     config = candidate.config
+    loss_text = "" if config.loss == WHOLE_LOSS else f", loss {config.loss}"
     return (
         f"{format_strategy(config)} with {describe_checkpointing(config.activation_checkpointing)}, "
-        f"{config.precision.name}, batch {config.batch_size_per_gpu}"
+        f"{config.precision.name}, batch {config.batch_size_per_gpu}{loss_text}"
     )
 
 

@@ -110,6 +110,7 @@ COLLAPSIBLE_COLUMNS = (
     "checkpoint",
     "accumulate",
     "compile",
+    "loss",
     "verdict",
     "limited by",
 )
@@ -117,7 +118,7 @@ COLLAPSIBLE_COLUMNS = (
 
 OMITTED_WITH_LAYOUTS = ("TFLOP/s", "tokens/step", "largest")
 
-OMITTED_VALUES = (("accumulate", "1"), ("compile", "false"))
+OMITTED_VALUES = (("accumulate", "1"), ("compile", "false"), ("loss", "whole"))
 """What is not even told."""
 
 MAX_REASON_LINES = 6
@@ -155,6 +156,7 @@ def _list_columns(budget: TrainingBudget, flops: str) -> list[CandidateColumn]:
         ("checkpoint", False, lambda candidate: candidate.config.activation_checkpointing),
         ("accumulate", True, lambda candidate: format_accumulation(candidate.config)),
         ("compile", False, lambda candidate: str(candidate.config.compile).lower()),
+        ("loss", False, lambda candidate: candidate.config.loss),
         ("batch", True, lambda candidate: format_batch(candidate.config)),
         (
             "largest",

@@ -277,7 +277,7 @@ def parse_calibration_request(
         settings["hardware"] = find_hardware_description(device)
     config = build_run_config(compose_config(settings))
     hardware, only = config.hardware, chosen_options["only"]
-    refuse_unsupported(hardware, device, config.precision, compile_blocks=False)
+    refuse_unsupported(hardware, device, config.precision)
     require_choice("quick", chosen_options["quick"] or "false", ("true", "false"))
     if only is not None:
         require_choice("only", only, (COMPUTE, COLLECTIVES))

@@ -88,6 +88,7 @@ def check_run(config: RunConfig) -> None:
             f"compiled operators are not those of the model: choose {', '.join(CHECKPOINTING_MODES)}."
         )
     _check_compiled_division(config)
+    _check_compiled_loss(config)
     if config.loss_chunks is not None:
         check_chunked_loss(config.model)
     config.finetune.check(config.model, config.precision, config.hardware.device)
@@ -134,6 +135,16 @@ def _check_compiled_division(config: RunConfig) -> None:
             "layers that ranks share beside experts or sequences, where torch's compiler breaks a block's graph, and "
             "takes gradients of its parts to be in FP8",
             "rowwise",
+        )
+
+
+def _check_compiled_loss(config: RunConfig) -> None:
+    """Raise `ImpossibleError` where ranks share the logits, which torch's compiler takes whole alone."""
+    split = config.strategy.build_tensor_parallel_split()
+    if config.compiles_loss and split is not None and (split.degree > 1 or split.context_degree > 1):
+        raise ImpossibleError(
+            f"loss={config.loss} is not valid for strategy={config.strategy.name} with ranks that share every "
+            "sequence's logits: choose loss=whole."
         )
 
 

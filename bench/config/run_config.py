@@ -44,9 +44,9 @@ EVIDENCE_BY_MODE = {"measure": "measured", "rehearse": "rehearsed", "predict": "
 SECTION_NAMES = ("model", "strategy", "precision", "optimizer", "hardware", "measurement", "finetune", "rehearse")
 """Fields of `RunConfig` with fields of their own."""
 
-CHUNKED_LOSS = "chunked"
+WHOLE_LOSS, CHUNKED_LOSS, COMPILED_LOSS = "whole", "chunked", "compiled"
 
-LOSSES = ("whole", CHUNKED_LOSS)
+LOSSES = (WHOLE_LOSS, CHUNKED_LOSS, COMPILED_LOSS)
 
 UNRECORDED_FIELDS = ("requested", "global_batch")
 """Fields of `RunConfig` that say how others were asked for."""
@@ -80,9 +80,9 @@ class RunConfig:
     requested: dict[str, Any] = field(default_factory=dict, compare=False)
     """The strategy's knobs as they were asked for; no part of the run's identity."""
     finetune: Finetune = field(default_factory=lambda: FullFinetune("full"))
-    loss: Annotated[str, OneOf(*LOSSES)] = "whole"
-    """whole (of all logits at once) or chunked (a part of every sequence at a time, its logits computed again in
-    backward)."""
+    loss: Annotated[str, OneOf(*LOSSES)] = WHOLE_LOSS
+    """whole (of all logits at once), chunked (a part of every sequence at a time, its logits computed again in
+    backward) or compiled (by torch.compile, without logits in fp32)."""
     loss_chunks: Annotated[int | None, Within(2, 2**16)] = None
     """Of `loss=chunked`; null for 8."""
     global_batch: GlobalBatch | None = field(default=None, compare=False)
@@ -97,6 +97,15 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         check_run(self)
+
+    @property
+    def compiles_loss(self) -> bool:
+        return self.loss == COMPILED_LOSS
+
+    @property
+    def compiling_setting(self) -> str | None:
+        """The setting that asks for torch's compiler, as it is typed; None where none does."""
+        return "compile=true" if self.compile else f"loss={COMPILED_LOSS}" if self.compiles_loss else None
 
     @property
     def hardware_flops_per_sequence(self) -> int:

@@ -280,6 +280,7 @@ def split_finetune(sharding: str) -> tuple[str, str]:
 OPTIONAL_SETTING_FORMATTERS: Mapping[str, Callable[[Any], str]] = {
     "gradient_clip_norm": lambda value: f"gradients clipped to {value:g}",
     "loss_chunks": lambda value: f"loss in {value} chunks",
+    "compiled_loss": lambda _: "loss compiled",
     "activation_offload": lambda _: "activations offloaded",
     "expandable_segments": lambda _: "expandable segments",
 }

@@ -292,10 +292,20 @@ def read_processor_name() -> str:
     return platform.processor() or platform.machine()
 
 
+UNCOMPILED_SETTINGS = {"compile=true": "compile=false", "loss=compiled": "loss=whole"}
+"""What asks for torch's compiler, and the same without it."""
+
+
 def refuse_unsupported(
-    hardware: Hardware, device: DetectedDevice, precision: Precision, *, compile_blocks: bool
+    hardware: Hardware, device: DetectedDevice, precision: Precision, *, compiling_setting: str | None = None
 ) -> None:
-    """Raise `ImpossibleError` where this machine's device cannot do what a run asks of it."""
+    """Raise `ImpossibleError` where this machine's device cannot do what a run asks of it.
+
+    Parameters
+    ----------
+    compiling_setting: str, optional
+        What of the run asks for torch's compiler, one of `UNCOMPILED_SETTINGS`; None where nothing does.
+    """
     on_gpu = hardware.device != "cpu"
     if on_gpu and device.unusable_reason is not None:
         raise ImpossibleError(
@@ -346,11 +356,11 @@ def refuse_unsupported(
         raise ImpossibleError(
             f"precision={precision.name} needs {required}, which {device.name} lacks: choose fp32 or fp16."
         )
-    if compile_blocks:
-        _refuse_missing_compiler(on_gpu)
+    if compiling_setting is not None:
+        _refuse_missing_compiler(compiling_setting, on_gpu)
 
 
-def _refuse_missing_compiler(on_gpu: bool) -> None:
+def _refuse_missing_compiler(compiling_setting: str, on_gpu: bool) -> None:
     """Raise `ImpossibleError` without a compiler: inductor's for a CPU, that of Triton's launcher for a GPU."""
     language, compilers = ("C", ("gcc", "clang", "cc")) if on_gpu else ("C++", ("g++", "clang++"))
     if not any(map(shutil.which, (*compilers, os.environ.get("CC" if on_gpu else "CXX", "")))):
@@ -360,5 +370,6 @@ def _refuse_missing_compiler(on_gpu: bool) -> None:
     else:
         return
     raise ImpossibleError(
-        f"compile=true on a {'GPU' if on_gpu else 'CPU'} needs {missing}: install it, or choose compile=false."
+        f"{compiling_setting} on a {'GPU' if on_gpu else 'CPU'} needs {missing}: install it, or choose "
+        f"{UNCOMPILED_SETTINGS[compiling_setting]}."
     )

@@ -198,7 +198,7 @@ def check_run_on_host(config: RunConfig, profile: LocalProfile, device: Detected
     config.strategy.check_installed()
     config.optimizer.check_installed()
     config.finetune.check_installed()
-    refuse_unsupported(config.hardware, device, config.precision, compile_blocks=config.compile)
+    refuse_unsupported(config.hardware, device, config.precision, compiling_setting=config.compiling_setting)
     if config.active_nodes > 1:
         raise ImpossibleError(
             f"gpus={config.gpus} needs {config.nodes} machines of {config.gpus_per_node} GPUs, and cluster=local "

@@ -29,6 +29,7 @@ def build_trace_key(config: RunConfig) -> TraceKey:
         split=config.strategy.build_tensor_parallel_split(),
         autocast_caches=config.strategy.has_autocast_cache or not has_autocast,
         loss_chunks=config.loss_chunks,
+        compiles_loss=config.compiles_loss,
         activation_offload=config.activation_offload,
         shards_fp32_separately=precision.scales_loss
         and not config.strategy.uses_autocast(precision)

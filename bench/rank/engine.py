@@ -18,6 +18,7 @@ from bench.models.activation_offload import PinnedTransfer, offload_activations
 from bench.models.blocks import compile_blocks
 from bench.models.checkpointing import checkpoint_blocks
 from bench.models.chunked_loss import ChunkedLoss
+from bench.models.compiled_loss import compile_loss
 from bench.models.materialize import Materializer
 from bench.optimizers import OptimizerConfig, find_hidden_matrices
 from bench.strategies import Stepper, Strategy, WrapContext
@@ -118,6 +119,7 @@ def build_engine(
     activation_checkpointing: str = "none",
     sequence_length: int | None = None,
     loss_chunks: int | None = None,
+    compiles_loss: bool = False,
     activation_offload: bool = False,
     compile: bool = False,
     synchronize_every_micro_batch: bool = False,
@@ -174,6 +176,7 @@ def build_engine(
     stepper = strategy.build_stepper(module, torch_optimizer, scaler, optimizer.keep_gradients)
     if gradient_clip_norm is not None:
         stepper.clip_gradients = functools.partial(strategy.clip_gradients, module, torch_optimizer, gradient_clip_norm)
+    loss = strategy.build_loss(family)
     return Engine(
         module,
         stepper,
@@ -182,7 +185,7 @@ def build_engine(
         device,
         synchronize_every_micro_batch,
         enter_phase,
-        strategy.build_loss(family),
+        compile_loss(loss) if compiles_loss else loss,
         chunked_loss,
     )
 

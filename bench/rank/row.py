@@ -278,6 +278,7 @@ def build_configured_columns(config: RunConfig) -> Record:
         "gradient_accumulation_sync": config.gradient_accumulation_sync,
         "gradient_clip_norm": config.gradient_clip_norm,
         "loss_chunks": config.loss_chunks,
+        "compiled_loss": config.compiles_loss or None,
         "activation_offload": config.activation_offload or None,
         "expandable_segments": config.expandable_segments or None,
         "seed": config.seed,

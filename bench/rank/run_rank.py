@@ -117,6 +117,7 @@ def run_rank(
             activation_checkpointing=config.activation_checkpointing,
             sequence_length=config.sequence_length,
             loss_chunks=config.loss_chunks,
+            compiles_loss=config.compiles_loss,
             activation_offload=config.activation_offload,
             compile=config.compile,
             synchronize_every_micro_batch=config.gradient_accumulation_sync,

@@ -234,6 +234,7 @@ COLUMNS: tuple[RecordColumn, ...] = (
     ),
     *_build_columns(
         "boolean",
+        compiled_loss="true: the loss was computed by torch.compile; empty: by torch's operators",
         activation_offload="true: what blocks keep for backward waited in the host's memory; empty: on the device",
         expandable_segments="true: torch's caching allocator grew its segments by pages; empty: fixed segments",
     ),

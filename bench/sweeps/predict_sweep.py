@@ -38,7 +38,7 @@ def refuse_unpredictable(config: RunConfig) -> None:
         )
     _refuse_empty_shards(config)
     if hardware.device == "cpu":
-        refuse_unsupported(hardware, DetectedDevice("cpu", "a processor", 0), precision, compile_blocks=False)
+        refuse_unsupported(hardware, DetectedDevice("cpu", "a processor", 0), precision)
         return
     required_format = "tf32" if precision.tf32 else "fp8" if precision.uses_float8 else precision.compute
     if hardware.peak_tflops and required_format not in hardware.peak_tflops:

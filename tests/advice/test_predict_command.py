@@ -249,6 +249,30 @@ def test_a_knob_of_one_strategy_asks_for_that_strategy(capsys):
     assert {row["strategy"] for row in buckets["sections"][0]["ranked"]} == {"ddp"}
 
 
+def test_several_losses_are_compared_in_one_table(capsys):
+    question = (
+        "model=gpt_tiny",
+        "gpus=1",
+        "hardware=a100_80gb",
+        "activation_checkpointing=full",
+        "batch_size_per_gpu=64",
+    )
+    losses = "loss=whole,chunked,compiled"
+    sections = data(capsys, *question, losses)["sections"]
+    assert len(sections) == 1
+    ranked = [row["overrides"] for row in sections[0]["ranked"]]
+    assert sorted(override for overrides in ranked for override in overrides if override.startswith("loss=")) == [
+        "loss=chunked",
+        "loss=compiled",
+        "loss=whole",
+    ]
+    code, text, _ = asked(capsys, *question, losses)
+    assert code == 0
+    assert re.search(r"Use Single with .*, batch 64, loss compiled: it fits", text.replace("\n", " "))
+    code, text, _ = asked(capsys, *question, "loss=compiled")
+    assert "loss compiled, verdict fits" in text.replace("\n", " ")
+
+
 def test_the_same_question_gets_the_same_answer(small, capsys):
     again = data(capsys, *GPT, "gpus=16", "tokens=1e9")
     assert again == small

@@ -50,7 +50,7 @@ def builds(monkeypatch: pytest.MonkeyPatch) -> None:
 def read_refusal(device: DetectedDevice, *overrides: str) -> str:
     config = compose_run_config("hardware=gpu", *overrides)
     with pytest.raises(ImpossibleError) as refused:
-        refuse_unsupported(config.hardware, device, config.precision, compile_blocks=config.compile)
+        refuse_unsupported(config.hardware, device, config.precision, compiling_setting=config.compiling_setting)
     assert "\n" not in str(refused.value)
     return str(refused.value)
 
@@ -83,7 +83,7 @@ def test_a_driver_too_old_for_the_build_is_named_with_the_build_to_install(drive
     assert f"pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/{variant}" in message
     assert "hardware=cpu" in message
     on_cpu = compose_run_config("hardware=cpu")
-    refuse_unsupported(on_cpu.hardware, device, on_cpu.precision, compile_blocks=False)
+    refuse_unsupported(on_cpu.hardware, device, on_cpu.precision)
 
 
 def test_builds_are_known_as_torch_2_11_has_them(monkeypatch) -> None:
@@ -211,7 +211,9 @@ def test_compiling_on_a_gpu_needs_what_compiles_tritons_launcher(monkeypatch, tm
     if missing:
         assert missing in read_refusal(choose_device(WORKING_FACTS), "compile=true")
     else:
-        refuse_unsupported(config.hardware, choose_device(WORKING_FACTS), config.precision, compile_blocks=True)
+        refuse_unsupported(
+            config.hardware, choose_device(WORKING_FACTS), config.precision, compiling_setting="compile=true"
+        )
         (tmp_path / "Python.h").unlink()
         assert "python3-dev" in read_refusal(choose_device(WORKING_FACTS), "compile=true")
 

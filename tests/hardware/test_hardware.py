@@ -27,7 +27,7 @@ MI250X = DetectedDevice("rocm", "AMD Instinct MI250X", 8, (9, 0), int(63.98 * 2*
 
 def refuse_unsupported_config(device: DetectedDevice, *overrides: str) -> None:
     config = compose_run_config(*overrides)
-    refuse_unsupported(config.hardware, device, config.precision, compile_blocks=config.compile)
+    refuse_unsupported(config.hardware, device, config.precision, compiling_setting=config.compiling_setting)
 
 
 def assert_says_sources_of_its_own(option: str) -> None:
@@ -207,9 +207,9 @@ def test_a_run_is_refused_where_the_gpu_has_another_memory() -> None:
     config = compose_run_config("hardware=a100_80gb", "hardware.memory_gb=24")
     device = DetectedDevice("cuda", "NVIDIA A100-SXM4-80GB", 1, (8, 0), int(79.35 * 2**30))
     with pytest.raises(ImpossibleError, match=r"memory_gb=24 is not what .* choose hardware\.memory_limit_gib=24"):
-        refuse_unsupported(config.hardware, device, config.precision, compile_blocks=False)
+        refuse_unsupported(config.hardware, device, config.precision)
     usual = compose_run_config("hardware=a100_80gb").hardware
-    refuse_unsupported(usual, device, config.precision, compile_blocks=False)
+    refuse_unsupported(usual, device, config.precision)
 
 
 def test_a_sweep_for_gpus_takes_those_of_both_vendors() -> None:

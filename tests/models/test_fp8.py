@@ -227,11 +227,11 @@ def test_where_there_is_no_fp8_it_is_refused_with_the_reason() -> None:
         hardware = build_run_config(compose_config({"hardware": name})).hardware
         device = DetectedDevice("cuda", hardware.gpu_names[0], 1, capability)
         with pytest.raises(ImpossibleError, match=r"precision=fp8 needs .* 8.9 or later .* lacks: choose bf16"):
-            refuse_unsupported(hardware, device, fp8.precision, compile_blocks=False)
+            refuse_unsupported(hardware, device, fp8.precision)
     with pytest.raises(ImpossibleError, match=r"precision=fp8 needs .* which processor lacks"):
-        refuse_unsupported(fp8.hardware, DetectedDevice("cpu", "processor", 0), fp8.precision, compile_blocks=False)
+        refuse_unsupported(fp8.hardware, DetectedDevice("cpu", "processor", 0), fp8.precision)
     h100 = build_run_config(compose_config({"hardware": "h100_80gb"})).hardware
-    refuse_unsupported(h100, DetectedDevice("cuda", h100.gpu_names[0], 1, (9, 0)), fp8.precision, compile_blocks=False)
+    refuse_unsupported(h100, DetectedDevice("cuda", h100.gpu_names[0], 1, (9, 0)), fp8.precision)
     a100 = compose_run_config(*SMALL_GPT, "hardware=a100_80gb", "mode=predict", "precision=fp8", "strategy=single")
     with pytest.raises(ImpossibleError, match=r"precision=fp8 needs fp8, which hardware=a100_80gb does not have"):
         refuse_unpredictable(a100)

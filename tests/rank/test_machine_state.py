@@ -412,10 +412,10 @@ def test_a_card_may_be_asked_for_by_its_vendors_size(
 def test_the_limit_of_a_cards_size_is_not_refused() -> None:
     config = compose_run_config(*SMALL_T5, "hardware=h100_80gb", "hardware.memory_limit_gib=80")
     card = DetectedDevice("cuda", "NVIDIA H100 80GB HBM3", 1, (9, 0), 81559 * 2**20)
-    refuse_unsupported(config.hardware, card, config.precision, compile_blocks=False)
+    refuse_unsupported(config.hardware, card, config.precision)
     larger = compose_run_config(*SMALL_T5, "hardware=h100_80gb", "hardware.memory_limit_gib=82")
     with pytest.raises(ImpossibleError, match="memory_limit_gib=82"):
-        refuse_unsupported(larger.hardware, card, larger.precision, compile_blocks=False)
+        refuse_unsupported(larger.hardware, card, larger.precision)
 
 
 # Communication

@@ -140,6 +140,7 @@ def test_repeats_are_one_mark_with_their_range():
         {"attention": "eager"},
         {"gradient_clip_norm": 1.0},
         {"loss_chunks": 8},
+        {"compiled_loss": True},
         {"activation_offload": True},
         {"optimizer_implementation": "foreach"},
         {"reduce_dtype": "bf16"},
@@ -168,6 +169,7 @@ def test_nothing_is_averaged_over_a_setting_and_the_difference_is_named(setting)
 
 KNOBS = {
     "loss=chunked": "loss in 8 chunks",
+    "loss=compiled": "loss compiled",
     "activation_offload=true": "activations offloaded",
     "gradient_clip_norm=1.5": "gradients clipped to 1.5",
     "global_batch=16": "accumulation 4",

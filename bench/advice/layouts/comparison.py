@@ -37,7 +37,7 @@ DEFAULT_STEP_TOKENS = 4 * 2**20
 """Of a global batch where none is asked for: what large models are trained with (Llama 3 405B: 4M at first, Llama Team
 2024, arXiv:2407.21783, section 3.4.1)."""
 
-UNSEARCHED_KNOBS = ("strategy", "batch_size_per_gpu", "gradient_accumulation", "compile")
+UNSEARCHED_KNOBS = ("strategy", "batch_size_per_gpu", "gradient_accumulation", "compile", "loss")
 """What decides how a run is laid out, or what most layouts cannot have."""
 
 

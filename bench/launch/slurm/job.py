@@ -224,7 +224,7 @@ class JobLeader:
         """Execute a claimed run with everybody, and write its row."""
         try:
             device = detect_device()
-            refuse_unsupported(config.hardware, device, config.precision, compile_blocks=config.compile)
+            refuse_unsupported(config.hardware, device, config.precision, compiling_setting=config.compiling_setting)
             for remark in device.messages:
                 print_safely(f"{self.job_environment.nodes[0]}: {remark}")
             if config.hardware.device != "cpu":

@@ -101,7 +101,7 @@ class SlurmLauncher:
         config.finetune.check_installed()
         if config.hardware.device == "cpu":
             node_cpu = DetectedDevice("cpu", "the nodes' processors", 0)
-            refuse_unsupported(config.hardware, node_cpu, config.precision, compile_blocks=False)
+            refuse_unsupported(config.hardware, node_cpu, config.precision)
         if not config.is_rehearsed and config.gpus_per_node > self.profile.gpus_per_node:
             raise ImpossibleError(
                 f"gpus_per_node={config.gpus_per_node} is more than a node of cluster={self.profile.name} has: "

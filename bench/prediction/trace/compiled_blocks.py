@@ -106,6 +106,11 @@ def compile_blocks(
                 part.forward = _CompiledForward(part, programs, overlaps_products)
 
 
+def compile_module(module: nn.Module) -> None:
+    """Give a module that is no block, and in no list of them, what ``compile()`` gives it."""
+    module.forward = _CompiledForward(module, {}, overlaps_products=False)
+
+
 def find_compiled_part(block: nn.Module, layer: nn.Module) -> nn.Module | None:
     """The compiled part of a block that a layer of it is in, or is; None where it runs as it is."""
     parts = (module for module in block.modules() if isinstance(module.forward, _CompiledForward))

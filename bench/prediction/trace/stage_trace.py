@@ -33,7 +33,12 @@ from bench.prediction.trace.trace import (
     TraceSegment,
     sort_simultaneous_frees,
 )
-from bench.prediction.trace.trace_recorder import TRACED_BLOCKS, TraceRecorder, fill_with_fake_tensors
+from bench.prediction.trace.trace_recorder import (
+    TRACED_BLOCKS,
+    TraceRecorder,
+    build_traced_loss,
+    fill_with_fake_tensors,
+)
 from bench.strategies.tensor_parallel.split import find_local_shape, localize_parameters
 
 SPARE_TRACED_BLOCKS = 2
@@ -211,7 +216,7 @@ def _trace_stage(key: StageTraceKey, short_stage: ShortStage, batch_size: int) -
 
     if trace_key.compile:
         compile_blocks(stage.block_lists, stage, split)
-    compute_loss = family.compute_loss if split is None else split.build_loss(family)
+    compute_loss = build_traced_loss(trace_key, family)
     trace_recorder = TraceRecorder(on_cpu=trace_key.device == "cpu")
     trace_recorder.op_recorder.group_kinds = short_stage.group_kinds
     with (

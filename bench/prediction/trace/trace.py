@@ -60,6 +60,8 @@ class TraceKey:
     """So are the experts of a layer."""
     loss_chunks: int | None = None
     """The loss is computed in so many chunks; None for all of it at once."""
+    compiles_loss: bool = False
+    """The loss is compiled, too."""
     activation_offload: bool = False
     """Blocks offload what they keep for backward."""
     num_ranks: int = 1

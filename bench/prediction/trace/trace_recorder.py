@@ -23,10 +23,11 @@ from bench.models.activation_offload import PinnedTransfer, offload_activations
 from bench.models.blocks import find_trained_layers
 from bench.models.checkpointing import BlockPositions, checkpoint_blocks, shorten_family
 from bench.models.chunked_loss import ChunkedLoss
+from bench.models.compiled_loss import LossModule
 from bench.models.division import strip_checkpoint_wrappers
 from bench.models.experts import list_experts
 from bench.models.materialize import fill_buffers
-from bench.prediction.trace.compiled_blocks import compile_blocks, find_compiled_part
+from bench.prediction.trace.compiled_blocks import compile_blocks, compile_module, find_compiled_part
 from bench.prediction.trace.cpu_memory import track_rng_states
 from bench.prediction.trace.device_operators import use_device_operators
 from bench.prediction.trace.fake_process_group import join_fake_process_group, split_model
@@ -123,7 +124,7 @@ def trace_step(key: TraceKey, batch_size: int, *, whole_model: bool = False) -> 
             device=torch.device("cpu"),
             synchronize_every_micro_batch=False,
             enter_phase=trace_recorder.enter_phase,
-            loss=family.compute_loss if key.split is None else key.split.build_loss(family),
+            loss=build_traced_loss(key, family),
             chunked_loss=chunked_loss,
         )
         batch_factories = [
@@ -144,6 +145,16 @@ def trace_step(key: TraceKey, batch_size: int, *, whole_model: bool = False) -> 
     return Trace(
         trace_recorder.segments, trace_recorder.inputs_bytes, trace_recorder.outputs_bytes, trace_recorder.logits_bytes
     )
+
+
+def build_traced_loss(key: TraceKey, family: Family) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """The loss of logits and labels on the rank that is traced."""
+    loss = family.compute_loss if key.split is None else key.split.build_loss(family)
+    if not key.compiles_loss:
+        return loss
+    module = LossModule(loss)
+    compile_module(module)
+    return module
 
 
 def find_block_positions(short_family: Family, family: Family, period: int) -> list[BlockPositions]:

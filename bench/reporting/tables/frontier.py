@@ -240,9 +240,13 @@ def _has_several_values(cells: list[dict[str, Any]], path: str) -> bool:
 
 
 def _format_setting(path: str, value: Any) -> str:
-    """What a name says of a part of a question; empty where `loss_chunks` says it, or there is nothing to say."""
+    """What a name says of a part of a question; empty where another column says it, or there is nothing to say."""
     name = path.rpartition(".")[2]
-    phrases = {BATCH_FIELD: f"batch {value}", "sequence_length": f"× {value}", "loss": ""}
+    phrases = {
+        BATCH_FIELD: f"batch {value}",
+        "sequence_length": f"× {value}",
+        "loss": "loss compiled" if value == "compiled" else "",
+    }
     if path in phrases:
         return phrases[path]
     return SETTING_FORMATTERS[name](value) if name in SETTING_FORMATTERS else f"{name}={_format_value(value)}"
