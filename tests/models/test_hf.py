@@ -68,6 +68,7 @@ def build_model(path: Path, *overrides: str) -> HfFamily:
     return model
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_strategy_trains_it_as_one_process_does_and_needs_what_is_predicted(

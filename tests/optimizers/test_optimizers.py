@@ -54,6 +54,7 @@ def test_states_have_the_bytes_that_are_predicted(name: str, dtype: torch.dtype)
     assert sum(predicted) == measured
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_ranks_update_as_one_process_and_peaks_are_predicted(name: str, execute: Execute) -> None:

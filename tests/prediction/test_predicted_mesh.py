@@ -350,6 +350,7 @@ def test_a_split_is_told_by_what_ranks_share() -> None:
 # Compiled blocks
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_memory_of_compiled_layers_that_ranks_share_is_what_is_measured(execute: Execute) -> None:
     """With full checkpointing the peak comes late in backward, when most blocks must have let go of their inputs."""

@@ -137,6 +137,7 @@ def test_a_model_traced_with_few_blocks_is_the_whole_model(model, checkpointing,
         assert scene.chunks == expected.chunks, (scene.phase, place)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "layers"), [("every_2", (8, 11)), ("every_2", (12, 9)), ("every_3", (13, 17)), ("every_5", (18, 3))]
@@ -272,6 +273,7 @@ def test_fused_dropout_keeps_a_mask_of_bytes():
     assert torch.nn.functional.dropout(x, 0.5).grad_fn.name() != "NativeDropoutBackward0"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("model", ["t5_tiny", "gpt_tiny", "moe_tiny"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_fake_tensors_that_are_told_apart_sooner_make_the_same_trace(model, precision, monkeypatch):
@@ -398,6 +400,7 @@ def test_merging_pieces_adds_gradients_where_they_arrive():
     assert np.isclose(one.lasting_net_bytes, sum(piece.lasting_net_bytes for piece in scene.chunks))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("checkpointing", ["none", "full"])

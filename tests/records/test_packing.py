@@ -522,6 +522,7 @@ def test_two_that_pack_one_store_at_once_lose_nothing(live):
 # ---- commands
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_commands_say_of_a_packed_store_what_they_say_of_files(tmp_path, capsys):
     rows = make_default_sweep()

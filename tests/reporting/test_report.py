@@ -435,6 +435,7 @@ def test_same_rows_same_bytes_and_old_figures_go(tmp_path):
 NULLS = {"run_id": "0" * 16, "attempt": 0, "evidence": "measured", "status": "ok", "started_at": "2026-05-04T10:00:00"}
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "rows",
@@ -688,6 +689,7 @@ def test_a_figure_whose_needs_are_not_met_draws_nothing_of_these_rows(store):
     assert len(drawn) > 3
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_fewest_rows_that_a_figure_draws_meet_its_needs():
     """Rows are left out as long as the figure still draws something."""
