@@ -328,14 +328,20 @@ def _widen(interval: FittedInterval, factor: float, basis: str) -> FittedInterva
 
 
 def _keep_runs_possible(interval: FittedInterval, scores: Sequence[Score], row_class: str) -> FittedInterval:
-    """No run that was published as running is said not to fit: its least memory is at most the capacity."""
+    """No run that was published as running is said not to fit, a layout neither: its least memory is at most the
+    capacity."""
     limits = [
         1 / score.fullness
         for score in scores
-        if score.quantity.ran and score.fullness and name_row_class(score) == row_class
+        if score.quantity.ran and score.fullness and score.verdict and _name_verdict_class(score) == row_class
     ]
     low = min([interval.low, *limits])
     return FittedInterval(**{**interval.__dict__, "low": low})
+
+
+def _name_verdict_class(score: Score) -> str:
+    """Whose interval says whether a run fits."""
+    return COMPLETE if score.reading.is_complete else ROUGH
 
 
 def write_intervals(intervals: Mapping[str, Any], path: Path) -> None:
