@@ -279,7 +279,7 @@ def _fit_metric(
     if metric == ALLOCATED:
         for rows in classes.values():
             for name, interval in rows.items():
-                rows[name] = _keep_runs_possible(interval, scores, name)
+                rows[name] = keep_runs_possible(interval, scores, name)
     return classes
 
 
@@ -327,7 +327,7 @@ def _widen(interval: FittedInterval, factor: float, basis: str) -> FittedInterva
     )
 
 
-def _keep_runs_possible(interval: FittedInterval, scores: Sequence[Score], row_class: str) -> FittedInterval:
+def keep_runs_possible(interval: FittedInterval, scores: Sequence[Score], row_class: str) -> FittedInterval:
     """No run that was published as running is said not to fit, a layout neither: its least memory is at most the
     capacity."""
     limits = [

@@ -8,10 +8,10 @@ import importlib.util
 import pytest
 
 from bench.core.errors import ImpossibleError
-from bench.prediction.intervals import LAYOUTS
+from bench.prediction.intervals import COMPLETE, LAYOUTS, ROUGH
 from bench.prediction.predictor import predict_runs
 from bench.strategies.pipeline.schedule import Timetable
-from bench.validation.interval_fit import list_residuals, name_row_class
+from bench.validation.interval_fit import fit_interval, keep_runs_possible, list_residuals, name_row_class
 from bench.validation.layouts import compute_rank_correlation, count_ordered_pairs, list_rank_correlations
 from bench.validation.mesh_words import continue_prediction, count_ranks_per_copy, plan_micro_batches
 from bench.validation.metrics import Quantity
@@ -226,6 +226,35 @@ def test_layouts_have_intervals_of_their_own_and_noisy_rows_fit_none() -> None:
     assert list_residuals([noisy], "step time", LAYOUTS) == []
 
 
+def test_a_layout_that_ran_is_not_said_not_to_fit() -> None:
+    layout = score(read())
+    fitted = fit_interval(list_residuals([layout], "step time", LAYOUTS), is_device_left_out=False)
+    interval = dataclasses.replace(fitted, low=0.9)
+    row_class, other_class = (COMPLETE, ROUGH) if layout.reading.is_complete else (ROUGH, COMPLETE)
+    full = dataclasses.replace(layout, fullness=1.25)
+    assert keep_runs_possible(interval, [full], row_class).low == 1 / 1.25
+    for scores, name in (
+        ([full], other_class),
+        ([dataclasses.replace(full, fullness=1.1)], row_class),
+        ([dataclasses.replace(full, verdict=None)], row_class),
+        ([dataclasses.replace(full, quantity=Quantity("outcome", 1.0))], row_class),
+    ):
+        assert keep_runs_possible(interval, scores, name).low == 0.9
+
+
+def test_a_fused_loss_is_read_as_a_compiled_one_where_its_source_has_it() -> None:
+    line = {**LINE, "source_key": "megatron_bridge_perf", "gpu": "B200", "precision": "bf16"}
+    alone, shared = (
+        read_line(1, {**line, "sharding": f"TP {tensor}, PP 2, CP 1, VP n/a, EP n/a"}) for tensor in (1, 2)
+    )
+    assert dict(alone.settings)["loss"] == "compiled", alone.reason
+    assert "loss" not in dict(shared.settings), shared.reason
+    line = {**LINE, "source_key": "fms_acceleration_refs", "strategy": "single", "sharding": "", "gpu_count": "1"}
+    for framework, loss in (("none", None), ("foak-fast-kernels", "compiled"), ("foak-fast-kernels-liger", "chunked")):
+        reading = read_line(1, {**line, "note": f"framework_config {framework}; no acceleration"})
+        assert dict(reading.settings).get("loss") == loss, reading.reason
+
+
 def test_fp8_is_read_as_compiled_where_blocks_can_be() -> None:
     experts = read_line(1, {**LINE, "sharding": "EP 2", "precision": "fp8", "gpu": "H100"})
     assert experts.reason == "FP8 of experts' products, which the suite computes in 16 bit"
@@ -274,14 +303,15 @@ def test_where_parts_are_reduced_to_their_owners_time_is_that_of_what_does_so_in
 def test_tensor_parallelism_overlaps_where_its_source_says_so() -> None:
     line = {**LINE, "source_key": "megatron_bridge_perf", "gpu": "B200", "precision": "bf16"}
     shared, alone, experts = (
-        read_line(1, {**line, "sharding": f"TP {tensor}, PP 2, CP 1, VP n/a, EP {expert}"})
-        for tensor, expert in ((2, "n/a"), (1, "n/a"), (2, 2))
+        read_line(1, {**line, "model": model, "sharding": f"TP {tensor}, PP 2, CP 1, VP n/a, EP {expert}"})
+        for model, tensor, expert in (("gpt_tiny", 2, "n/a"), ("gpt_tiny", 1, "n/a"), ("moe_tiny", 2, 2))
     )
     assert dict(shared.settings)["strategy.async_tensor_parallel"] == "true", shared.reason
     assert dict(shared.settings)["compile"] == "true"
     assert any("overlaps" in assumption for assumption in shared.assumptions)
     for other in (alone, experts):
         assert "strategy.async_tensor_parallel" not in dict(other.settings), other.reason
+        assert dict(other.settings)["compile"] == "true", other.reason
 
 
 def test_zero_1_within_a_node_divides_optimizer_state_there() -> None:
