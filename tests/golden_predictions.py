@@ -69,6 +69,7 @@ CASES: tuple[tuple[str, ...], ...] = (
     ("model=gpt_2b7", *OF_THE_PAPER, "gpus=16"),
     (*LLAMA, "strategy=fsdp", "gradient_clip_norm=1", "activation_checkpointing=every_2"),
     (*LLAMA, "strategy=ddp", "optimizer=muon", "loss=chunked"),
+    (*LLAMA, "strategy=fsdp", "precision=bf16_pure", "loss=compiled"),
     (*LLAMA, "strategy=fsdp", "activation_checkpointing=operators", "activation_offload=true"),
     ("model=moe_tiny", *ON_A100, "strategy=fsdp"),
     ("model=mpt_7b", "hardware=h100_80gb", "gpus=16", "strategy=fsdp", "precision=bf16", "sequence_length=2048"),
