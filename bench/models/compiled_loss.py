@@ -1,8 +1,8 @@
 """The loss as torch.compile makes it: logits are read as the model returns them, and never converted to fp32 in memory.
 
 The compiler computes the softmax's maximum and sum while it reads the logits, and their gradients in one pass; what is
-kept from forward to backward are the logits and two numbers per prediction. Fused kernels of libraries (Liger's, Apex')
-do alike.
+kept from forward to backward are the logits and two numbers per prediction. Fused kernels of libraries
+(flash-attn's, TransformerEngine's) do alike.
 """
 
 from __future__ import annotations

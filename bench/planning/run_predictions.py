@@ -105,7 +105,7 @@ def predict_duration_s(config: RunConfig, *, search: bool = False, launcher: str
     on_gpu = config.hardware.device != "cpu"
     init_bytes_per_s = GPU_INIT_BYTES_PER_S if on_gpu else CPU_INIT_BYTES_PER_S
     startup_s = LAUNCHER_STARTUP_S[launcher] + count_weight_bytes(config) / init_bytes_per_s
-    startup_s += (COMPILATION_S if config.compile else 0.0) + (GPU_STARTUP_S if on_gpu else 0.0)
+    startup_s += (COMPILATION_S if config.compiling_setting else 0.0) + (GPU_STARTUP_S if on_gpu else 0.0)
     step_s = predict_step_s(config) or compute_rough_step_s(config)
     warmup_s = measurement.warmup_steps * step_s + (measurement.min_warmup_s or 0.0)
     timed_s = max(measurement.steps * step_s, measurement.min_timed_s or 0.0)
