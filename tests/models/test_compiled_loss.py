@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from bench.config.run_config import build_run_config
 from bench.core.errors import UsageError
 from bench.models.compiled_loss import compile_loss
 from bench.prediction.predictor import predict_run
@@ -45,6 +46,7 @@ def test_loss_and_gradients_are_those_of_the_family(model: str, dtype: torch.dty
 @pytest.mark.parametrize(
     "settings",
     [
+        ("strategy=single", "gpus=1", "batch_size_per_gpu=8", "sequence_length=64"),
         ("strategy=fsdp", "gpus=2", "precision=bf16", "gradient_accumulation=2"),
         ("strategy=ddp", "gpus=2", "precision=fp16"),
         ("strategy=pipeline", "gpus=2", "strategy.micro_batches=2"),
@@ -53,7 +55,9 @@ def test_loss_and_gradients_are_those_of_the_family(model: str, dtype: torch.dty
     ],
     ids=lambda settings: "-".join(settings),
 )
-def test_training_with_it_has_the_same_losses(execute: Callable[..., list[Record]], settings: tuple[str, ...]) -> None:
+def test_training_with_it_has_the_same_losses_and_needs_what_is_predicted(
+    execute: Callable[..., list[Record]], settings: tuple[str, ...]
+) -> None:
     rows = execute(
         *(
             ("model=gpt_tiny", "hardware=cpu", *settings, f"loss={loss}", "measurement.steps=3")
@@ -64,6 +68,10 @@ def test_training_with_it_has_the_same_losses(execute: Callable[..., list[Record
     assert [row.get("compiled_loss") for row in rows] == [None, True]
     assert rows[1]["losses"] == pytest.approx(rows[0]["losses"], rel=2e-3 if "precision=fp16" in settings else 1e-4)
     assert rows[1]["run_id"] != rows[0]["run_id"]
+    tolerance = 0.03 if "strategy.schedule=interleaved_zero_bubble" in settings else 0.002
+    for row in rows:
+        predicted = predict_run(build_run_config({**row["config"], "mode": "predict"})).memory.allocated.value
+        assert row["peak_allocated_bytes"] == pytest.approx(predicted, rel=tolerance), row["config"]["loss"]
 
 
 def test_no_logits_in_fp32_are_predicted() -> None:

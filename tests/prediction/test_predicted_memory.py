@@ -96,9 +96,6 @@ UNTUNED = [
     (*NARROW_T5, "precision=bf16", "strategy=fsdp", "gpus=2", "activation_checkpointing=budget_60"),
     (*MINGPT, "model.vocabulary_size=13118", "strategy=fsdp1", "gpus=2", "loss=chunked", "loss_chunks=3"),
     (*MINGPT, "model.vocabulary_size=13118", "strategy=single", "loss=chunked", "precision=bf16"),
-    # A compiled loss: of logits in fp32 and in bf16.
-    (*MINGPT, "model.vocabulary_size=13118", "strategy=fsdp", "gpus=2", "loss=compiled"),
-    (*MINGPT, "model.vocabulary_size=13118", "strategy=single", "loss=compiled", "precision=bf16_pure"),
     # More blocks than are traced of others, with and without a sliding window by turns.
     (
         *("model=gemma2_2b", "model.num_layers=9", "model.hidden_size=64", "model.num_heads=4", "model.num_kv_heads=2"),
