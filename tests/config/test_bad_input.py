@@ -355,15 +355,16 @@ def test_an_unknown_option_of_the_command_itself_is_refused(capsys, tmp_path):
 
 
 @pytest.mark.parametrize("missing", ["a compiler", "headers"])
-def test_compiling_without_what_it_needs_is_refused(missing, capsys, monkeypatch):
+@pytest.mark.parametrize(("setting", "other"), [("compile=true", "compile=false"), ("loss=compiled", "loss=whole")])
+def test_compiling_without_what_it_needs_is_refused(missing, setting, other, capsys, monkeypatch):
     if missing == "a compiler":
         monkeypatch.setattr(shutil, "which", lambda name: None)
     else:
         monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
         monkeypatch.setattr("sysconfig.get_paths", lambda: {"include": "/nowhere"})
-    sentence = read_refusal(capsys, "model=gpt_tiny", "hardware=cpu", "compile=true")
-    assert "compile=true" in sentence
-    assert "compile=false" in sentence
+    sentence = read_refusal(capsys, "model=gpt_tiny", "hardware=cpu", setting)
+    assert setting in sentence
+    assert other in sentence
     assert ("compiler" if missing == "a compiler" else "headers") in sentence
 
 
