@@ -50,7 +50,6 @@ def test_loss_and_gradients_are_those_of_the_family(model: str, dtype: torch.dty
         ("strategy=fsdp", "gpus=2", "precision=bf16", "gradient_accumulation=2"),
         ("strategy=ddp", "gpus=2", "precision=fp16"),
         ("strategy=pipeline", "gpus=2", "strategy.micro_batches=2"),
-        ("strategy=mesh", "gpus=2", "strategy.pipeline=2", "strategy.schedule=interleaved_zero_bubble"),
         ("strategy=mesh", "gpus=2", "strategy.expert=2", "model=moe_tiny"),
     ],
     ids=lambda settings: "-".join(settings),
@@ -68,10 +67,9 @@ def test_training_with_it_has_the_same_losses_and_needs_what_is_predicted(
     assert [row.get("compiled_loss") for row in rows] == [None, True]
     assert rows[1]["losses"] == pytest.approx(rows[0]["losses"], rel=2e-3 if "precision=fp16" in settings else 1e-4)
     assert rows[1]["run_id"] != rows[0]["run_id"]
-    tolerance = 0.03 if "strategy.schedule=interleaved_zero_bubble" in settings else 0.002
     for row in rows:
         predicted = predict_run(build_run_config({**row["config"], "mode": "predict"})).memory.allocated.value
-        assert row["peak_allocated_bytes"] == pytest.approx(predicted, rel=tolerance), row["config"]["loss"]
+        assert row["peak_allocated_bytes"] == pytest.approx(predicted, rel=0.002), row["config"]["loss"]
 
 
 def test_no_logits_in_fp32_are_predicted() -> None:
@@ -94,6 +92,10 @@ def test_no_logits_in_fp32_are_predicted() -> None:
         (
             ("loss=compiled", "strategy=mesh", "strategy.context=2", "gpus=2"),
             "ranks that share every sequence's logits",
+        ),
+        (
+            ("loss=compiled", "strategy=mesh", "strategy.pipeline=2", "strategy.schedule=zbv_zero_bubble", "gpus=2"),
+            "splits backward",
         ),
         (("loss=compiled", "loss_chunks=4"), "loss=compiled, or loss=chunked"),
     ],
