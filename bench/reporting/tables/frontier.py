@@ -245,7 +245,7 @@ def _format_setting(path: str, value: Any) -> str:
     phrases = {
         BATCH_FIELD: f"batch {value}",
         "sequence_length": f"× {value}",
-        "loss": "loss compiled" if value == "compiled" else "",
+        "loss": SETTING_FORMATTERS["compiled_loss"](value == "compiled"),
     }
     if path in phrases:
         return phrases[path]
