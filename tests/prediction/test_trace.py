@@ -441,3 +441,22 @@ sys.exit([segment.changes for segment in first.segments] != [segment.changes for
 def test_the_first_trace_of_a_process_holds_nothing_of_what_it_imported():
     """torch's compiler makes tensors as it is imported."""
     subprocess.run([sys.executable, "-c", TRACED_TWICE], cwd=ROOT, check=True)
+
+
+TRACED_COMPILED = """
+import sys
+from torch._inductor import cpu_vec_isa
+from bench.config.compose import compose_config
+from bench.config.run_config import build_run_config
+from bench.prediction.run_inputs import build_trace_key
+from bench.prediction.trace.trace_cache import record_trace
+
+cpu_vec_isa.VecISA.check_build = lambda *_: True  # as where there is a compiler, which is not started here
+record_trace(build_trace_key(build_run_config(compose_config({"model": "gpt_tiny", "compile": "true"}))), 1)
+sys.exit(not cpu_vec_isa.pick_vec_isa())
+"""
+
+
+def test_after_a_trace_of_compiled_blocks_torch_compiles_with_vector_instructions():
+    """It remembers which the processor has, and kernels are traced without."""
+    subprocess.run([sys.executable, "-c", TRACED_COMPILED], cwd=ROOT, check=True)

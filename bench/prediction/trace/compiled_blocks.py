@@ -267,7 +267,7 @@ def _build_program(
     graph: fx.GraphModule, inputs: Sequence[Any], *, is_backward: bool, overlaps_products: bool
 ) -> Program:
     """Inductor's program for a graph, as `torch._inductor.compile_fx` has it written."""
-    from torch._inductor import config
+    from torch._inductor import config, cpu_vec_isa
     from torch._inductor.compile_fx import _recursive_post_grad_passes, fake_tensor_prop, view_to_reshape
     from torch._inductor.debug import DebugContext
     from torch._inductor.graph import GraphLowering
@@ -278,7 +278,10 @@ def _build_program(
         fake_mode = fake_tensor_prop(graph, inputs)
     with contextlib.ExitStack() as stack:
         stack.enter_context(unset_fake_temporarily())
-        stack.enter_context(config.patch({"cpp.vec_isa_ok": False, "_micro_pipeline_tp": overlaps_products}))
+        stack.enter_context(config.patch(_micro_pipeline_tp=overlaps_products))
+        # The function, which remembers its answer, and not `cpp.vec_isa_ok`: what this process compiles later for its
+        # CPU has vector instructions.
+        stack.enter_context(mock.patch.object(cpu_vec_isa, "valid_vec_isa_list", return_value=[]))
         if overlaps_products:  # as where torch has NCCL, in whose absence it leaves products alone
             stack.enter_context(symmetric_memory._test_mode())
             stack.enter_context(mock.patch.object(dist, "is_nccl_available", return_value=True))
