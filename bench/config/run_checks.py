@@ -72,7 +72,7 @@ def check_run(config: RunConfig) -> None:
                 f"precision={config.precision.name} is not valid for strategy={config.strategy.name}: choose bf16, or "
                 f"strategy {format_float8_strategies()}."
             )
-        float8.require_torchao(config.precision)
+        _check_float8_library(config)
     config.strategy.check_precision(config.precision)
     config.strategy.check_optimizer(config.optimizer.name, config.optimizer.implementation)
     config.optimizer.check_tensors(config.strategy.name, config.strategy.updated_tensor_kind)
@@ -105,6 +105,15 @@ def check_run(config: RunConfig) -> None:
             config.finetune.name,
         )
     )
+
+
+def _check_float8_library(config: RunConfig) -> None:
+    precision = config.precision
+    if precision.uses_torchao:
+        float8.require_torchao(precision)
+    elif not config.is_predicted:
+        valid = f"tensorwise or rowwise with mode={config.mode}, since no run has its layers; or mode=predict"
+        raise invalid_value_error("precision.float8", precision.float8, valid, ImpossibleError)
 
 
 def _check_compiled_division(config: RunConfig) -> None:

@@ -136,7 +136,7 @@ class RunConfig:
     @property
     def operator_libraries(self) -> tuple[str, ...]:
         """Optional ones whose operators are part of the model as it is trained."""
-        return (*self.finetune.required_packages, *(("torchao",) if self.precision.uses_float8 else ()))
+        return (*self.finetune.required_packages, *(("torchao",) if self.precision.uses_torchao else ()))
 
     @property
     def modules_to_preload(self) -> tuple[str, ...]:

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
 AUTOCAST_MIXING, PARAMETER_MIXING = MIXING_MODES = "autocast", "parameters"
 """Ways of mixed precision."""
 
+TRANSFORMER_ENGINE = "transformer_engine"
+"""FP8 of NVIDIA's TransformerEngine: the kernels before a product write its operands in 8 bits, where torchao's layers
+scale and round what others wrote, and weights are rounded once a step (``is_first_microbatch``)."""
+
 TORCH_DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """torch's names of number formats. Whoever reads rows needs no torch, whose import takes seconds and 200 MB."""
 
@@ -47,8 +51,9 @@ class Precision:
     """Whether fp32 matmuls may use TF32 tensor cores."""
     peak: Annotated[str, OneOf("fp32", "tf32", "bf16", "fp16", "fp8")] = "fp32"
     """Which of the hardware's peaks MFU divides by: fp32, tf32, bf16, fp16 or fp8."""
-    float8: Annotated[str, OneOf("none", "tensorwise", "rowwise")] = "none"
-    """Scaling of the blocks' linear layers in FP8: tensorwise, rowwise, or none to leave them in `compute`."""
+    float8: Annotated[str, OneOf("none", "tensorwise", "rowwise", TRANSFORMER_ENGINE)] = "none"
+    """How the blocks' linear layers compute in FP8: by torchao with scales that are tensorwise or rowwise, as
+    transformer_engine has it, which is predicted only, or none to leave them in `compute`."""
     float8_emulated: bool = False
     """Round to 8 bits and multiply in fp32, on any device: for its accuracy, not its speed."""
 
@@ -66,8 +71,9 @@ class Precision:
             )
         if self.uses_float8 and self.compute != "bf16":
             raise invalid_value_error("precision.compute", self.compute, f"bf16, since precision.float8={self.float8}")
-        if self.float8_emulated and not self.uses_float8:
-            raise invalid_value_error("precision.float8_emulated", True, "false, since precision.float8=none")
+        if self.float8_emulated and not self.uses_torchao:
+            valid = f"false, since precision.float8={self.float8}"
+            raise invalid_value_error("precision.float8_emulated", True, valid)
 
     @property
     def parameter_dtype(self) -> torch.dtype:
@@ -88,6 +94,11 @@ class Precision:
     def uses_float8(self) -> bool:
         """Whether linear layers compute in FP8."""
         return self.float8 != "none"
+
+    @property
+    def uses_torchao(self) -> bool:
+        """Whether torchao's layers are what computes in FP8."""
+        return self.float8 not in ("none", TRANSFORMER_ENGINE)
 
     @property
     def is_mixed(self) -> bool:

@@ -14,7 +14,7 @@ from bench.strategies.step_plan import PlanInputs
 def build_trace_key(config: RunConfig) -> TraceKey:
     """What of a run its trace depends on: runs that are traced alike have equal keys."""
     precision = config.precision
-    changes_formats = precision.is_mixed or precision.scales_loss or precision.uses_float8
+    changes_formats = precision.is_mixed or precision.scales_loss or precision.uses_torchao
     has_autocast = changes_formats and config.strategy.uses_autocast(precision)
     return TraceKey(
         family=config.trained_model,

@@ -242,7 +242,7 @@ def _read_words(line: PublishedLine, knowledge: SourceKnowledge) -> tuple[Overri
     if "hardware" not in known:
         words.add(read_gpu(line["gpu"]))
     if "precision" not in known:
-        words.add(read_precision(line["precision"]))
+        words.add(read_precision(line["precision"], by_transformer_engine=_has_transformer_engine(line)))
     if "strategy" not in known or "lora" in (line["strategy"] + line["sharding"]).lower():
         words.add(read_strategy(line["strategy"], choose_layout_words(line["sharding"], knowledge.layout), gpus))
     else:
@@ -275,6 +275,12 @@ def _read_words(line: PublishedLine, knowledge: SourceKnowledge) -> tuple[Overri
     return Overrides(kept, assumptions, words.time_settings), micro_batches
 
 
+def _has_transformer_engine(line: PublishedLine) -> bool:
+    """Whether a line names it, or frameworks whose FP8 it is."""
+    words = " ".join(line.get(column) or "" for column in ("strategy", "precision", "note"))
+    return re.search(r"transformer ?engine|megatron|\bnemo\b", words.lower()) is not None
+
+
 def _fuse_float8(settings: dict[str, str]) -> list[str]:
     """Whoever publishes FP8 fuses its scaling and rounding with what stands beside; without, it is slower than bf16.
 
@@ -288,7 +294,7 @@ def _fuse_float8(settings: dict[str, str]) -> list[str]:
     if settings.get("compile") == "true":
         return []
     settings["compile"] = "true"
-    return ["scaling and rounding to FP8 is fused, as by torch's compiler"]
+    return ["scaling and rounding to FP8, norms and activations are fused, as by torch's compiler"]
 
 
 def _find_balance(settings: Mapping[str, str]) -> int:

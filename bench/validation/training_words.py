@@ -14,6 +14,7 @@ import yaml
 
 from bench.config.groups import list_config_groups
 from bench.core.option_files import find_option_file
+from bench.core.precision import TRANSFORMER_ENGINE
 from bench.validation.mesh_words import build_mesh_overrides, read_degrees
 from bench.validation.overrides import NotExpressibleError, Overrides
 from bench.validation.printed_numbers import is_blank
@@ -113,8 +114,13 @@ def _has_word(words: str, word: str) -> bool:
 # --- Precisions.
 
 
-def read_precision(text: str) -> Overrides:
+def read_precision(text: str, *, by_transformer_engine: bool = False) -> Overrides:
     """The precision that words mean: bf16 mixed, fp16 (amp), fp8, TF32, bfloat16 pure.
+
+    Parameters
+    ----------
+    by_transformer_engine: bool
+        Whether it is TransformerEngine that computes in FP8, not torchao.
 
     Raises
     ------
@@ -128,6 +134,9 @@ def read_precision(text: str) -> Overrides:
     if re.search(r"mxfp|nvfp4|fp4|fp8 (mx|cs|ds)\b|block ?scal", words):
         raise NotExpressibleError(f"{text}: formats with a scale per block (MX, NV) are none of the suite's")
     if re.search(r"fp8|float8|e4m3|hybrid", words):
+        if by_transformer_engine:
+            settings = {"precision": "fp8", "precision.float8": TRANSFORMER_ENGINE}
+            return Overrides(settings, [f"{text}: TransformerEngine's FP8, whose memory is taken as bf16's"])
         settings = {"precision": "fp8", **({"precision.float8": "rowwise"} if "rowwise" in words else {})}
         return Overrides(settings, [] if "wise" in words else [f"{text}: torchao's FP8, one scale per tensor"])
     if re.search(r"int ?8|8 ?bit", words):

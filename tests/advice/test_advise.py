@@ -206,6 +206,7 @@ def assert_answer_follows(step: dict[str, Any]) -> None:
         assert f"{min(values):.3g}" in step["because"].replace(",", "")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_numbers_are_those_of_the_predictions(capsys):
     (arguments, *_), typed = DECISION_PATHS["one node with fast links"], "strategy=ddp"
@@ -237,6 +238,7 @@ def test_the_ranking_is_that_of_predict(name, best, capsys):
     assert advice_case["ranking"]["infeasible"] == len(section["infeasible"])
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_offload_says_what_the_cpu_must_hold(capsys):
     advice_case = read_case(capsys, *MODEL_OVERRIDES, *DECISION_PATHS["one GPU that does not"][0])
@@ -293,6 +295,7 @@ AGREEMENT_SENTENCES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("longer", AGREEMENT_SENTENCES)
 def test_a_way_of_the_same_kind_agrees_if_it_is_as_fast(longer):
@@ -320,6 +323,7 @@ def test_a_way_of_the_same_kind_agrees_if_it_is_as_fast(longer):
     assert re.fullmatch(AGREEMENT_SENTENCES[longer], agreement_text), agreement_text
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_hybrid_sharding_stays_within_a_node(capsys):
     advice_case = read_case(capsys, *MODEL_OVERRIDES, *DECISION_PATHS["nodes with a slow network, no copy fits"][0])

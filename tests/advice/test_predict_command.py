@@ -231,6 +231,7 @@ def test_the_largest_batch_fits_and_the_next_does_not_surely(capsys):
         assert found["largest_batch_per_gpu"] == row["largest_batch_per_gpu"]
 
 
+@pytest.mark.long
 def test_what_is_fixed_is_not_varied(capsys):
     fixed = ("strategy=fsdp", "strategy.sharding_factor=2", "activation_checkpointing=full", "batch_size_per_gpu=8")
     rows = data(capsys, *GPT, "gpus=4", *fixed, "precision=fp32,tf32")["sections"][0]["ranked"]
@@ -242,6 +243,7 @@ def test_what_is_fixed_is_not_varied(capsys):
     assert all(row["largest_batch_per_gpu"] > 8 for row in rows)
 
 
+@pytest.mark.long
 def test_a_knob_of_one_strategy_asks_for_that_strategy(capsys):
     limiter = data(capsys, *GPT, "gpus=2", "strategy.limit_all_gathers=false", "batch_size_per_gpu=1")
     assert {row["strategy"] for row in limiter["sections"][0]["ranked"]} == {"fsdp1"}
@@ -305,6 +307,7 @@ def test_a_table_that_cannot_be_does_not_take_the_others_along(capsys):
     assert "gpus=12 is not valid" in left_out["reason"]
 
 
+@pytest.mark.long
 def test_gpus_without_bf16_train_in_fp16(capsys):
     found = data(capsys, "model=gpt_tiny", "hardware=v100_32gb", "gpus=2", "batch_size_per_gpu=2")
     assert {row["precision"] for row in found["sections"][0]["ranked"]} == {"fp16"}
@@ -326,6 +329,7 @@ def test_without_speeds_memory_alone_is_ranked(hardware, capsys):
     assert "nan" not in out.lower().split()
 
 
+@pytest.mark.long
 def test_more_shards_than_there_is_to_shard_is_possible_and_said(capsys):
     asked_for = ("gpus=16384", "strategy.sharding_factor=full", "batch_size_per_gpu=1")
     (section,) = data(capsys, *SMALL_GPT, "hardware=a100_80gb", "sequence_length=16", *asked_for)["sections"]
@@ -334,6 +338,7 @@ def test_more_shards_than_there_is_to_shard_is_possible_and_said(capsys):
     assert all(math.isfinite(row["tokens_per_second"]) for row in section["ranked"])
 
 
+@pytest.mark.long
 def test_nothing_fits_says_why_and_what_would(capsys):
     small_card = ("model=gpt_mini", "hardware=a100_80gb", "hardware.memory_limit_gib=0.2", "strategy=ddp")
     code, out, err = asked(capsys, *small_card, "gpus=2", "--top", "3")
@@ -387,6 +392,7 @@ def test_more_gpus_are_tried_with_tensor_parallelism_too(asked_for, capsys):
     assert "; nor would strategy=fsdp or tensor_parallel fit on any" in section["advice"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("asked_for", ["fsdp", "tensor_parallel", "fsdp,tensor_parallel"])
 def test_sharding_is_named_where_it_needs_as_few_gpus_as_tensor_parallelism(asked_for, capsys):
     knobs = ("hardware.memory_limit_gib=0.3", "gpus=2", "activation_checkpointing=none", f"strategy={asked_for}")
@@ -422,6 +428,7 @@ def test_the_sharding_factor_is_not_varied_where_the_stage_decides_it(stage, cap
 PRICED = (*GPT[::2], "batch_size_per_gpu=8", "strategy=fsdp", "activation_checkpointing=none")
 
 
+@pytest.mark.long
 def test_tables_are_ranked_by_what_the_training_costs(capsys):
     """So is the same GPU at half the price, whatever was named first."""
     typed = (*PRICED, "gpus=8,16", "hardware=a100_80gb,h100_80gb", "price=aws_p4de,aws_p5", "rank=cost", "tokens=2e9")
@@ -563,6 +570,7 @@ def test_the_timeline_as_a_trace(capsys, tmp_path):
     assert max(span["ts"] + span["dur"] for span in spans) <= step_us * 1.001
 
 
+@pytest.mark.long
 def test_no_timeline_without_speeds(capsys, tmp_path):
     code, out, err = asked(capsys, "model=gpt_tiny", "hardware=cpu", "batch_size_per_gpu=1", "timeline=step.png")
     assert (code, out) == (2, "")
@@ -612,6 +620,7 @@ def test_a_predictor_that_fails_says_so_in_a_sentence(capsys, monkeypatch):
     assert "nothing to divide by" in err
 
 
+@pytest.mark.long
 def test_too_close_to_call_is_neither_a_yes_nor_a_no(capsys):
     close = ("model=gpt_tiny", "hardware=a100_80gb", "gpus=2", "strategy=ddp", "activation_checkpointing=none")
     (row,) = data(capsys, *close, "batch_size_per_gpu=8")["sections"][0]["ranked"]
@@ -629,6 +638,7 @@ def test_too_close_to_call_is_neither_a_yes_nor_a_no(capsys):
     assert "(0 %) are left: too close to call" in " ".join(out.split())
 
 
+@pytest.mark.long
 def test_a_slow_network_is_a_reason_to_shard_less(capsys):
     slow = ("model=gpt_125m", "hardware=a100_80gb", "gpus=64", "hardware.speeds.links.node_gb_s=1")
     few = ("strategy=fsdp", "strategy.reshard_after_forward=true", "activation_checkpointing=none")

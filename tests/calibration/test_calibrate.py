@@ -454,6 +454,7 @@ def test_options_can_be_written_both_ways(tmp_path, monkeypatch):
     assert session.parse_calibration_request([], own, CPU).settings.local_ranks == max(2, len(os.sched_getaffinity(0)))
 
 
+@pytest.mark.long
 def test_a_gpu_that_nobody_has_described_needs_its_peaks(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     unknown, own = (
@@ -949,6 +950,7 @@ def test_on_a_cpu_everything_adds_up() -> None:
     assert parts == pytest.approx(before.step_s.value)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_quick_calibration_times_everything_there_is_to_fit() -> None:
     progress_messages: list[str] = []
@@ -967,6 +969,7 @@ def test_a_quick_calibration_times_everything_there_is_to_fit() -> None:
     assert len(set(keys)) == len(keys)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_measured_rows_are_compared_with_a_hardware_file_or_refused(
     tmp_path: Path, execute: Callable[..., list[dict[str, Any]]], capsys: pytest.CaptureFixture[str]

@@ -102,6 +102,7 @@ def test_every_described_gpu_has_an_architecture_and_numbers_of_the_fit() -> Non
         )
 
 
+@pytest.mark.long
 def test_a_device_without_points_has_the_median_of_devices_like_it() -> None:
     names = ("h100_80gb", "h200", "h100_pcie")
     fits = fit_devices([compose_run_config(f"hardware={name}").hardware for name in names])

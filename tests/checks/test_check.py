@@ -163,6 +163,7 @@ def interrupted_loop(kind: str) -> tuple[float, float]:
     return 1.0, 1.0
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_process_of_the_clock_leaves_ctrl_c_to_its_starter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measurements, "time_loop", interrupted_loop)

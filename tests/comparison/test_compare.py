@@ -169,6 +169,7 @@ def test_steps_inside_a_run_are_no_repetition():
     assert comparison.exit_code == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("repeats", [1, 5])
 def test_a_memory_growth_of_five_percent_is_always_found(repeats):
     for seed in range(40):
@@ -536,6 +537,7 @@ def test_the_same_code_twice_raises_no_alarm_on_real_runs(store, most):
     assert sum(alone) / len(alone) < most  # a single configuration: up to 1.3 % at its worst spread, near 2 %
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("store", REPEATED_STORES, ids=lambda store: store.name)
 def test_a_slowdown_planted_in_real_runs_is_found(store):

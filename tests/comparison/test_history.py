@@ -343,6 +343,7 @@ def test_what_can_be_found_as_curves_and_as_numbers():
 # The page
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_page_names_the_commit_lists_every_configuration_and_links_to_rows(stores, tmp_path):
     output = tmp_path / "out"

@@ -173,6 +173,7 @@ def test_what_a_path_stands_for(tmp_path):
         find_code_version("base", tmp_path)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

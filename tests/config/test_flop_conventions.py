@@ -186,6 +186,7 @@ def test_a_report_and_a_comparison_show_the_convention_that_was_asked_for(
     assert "counted as flops=hardware" in capsys.readouterr().out
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_table_of_a_prediction_is_in_the_convention_that_was_asked_for() -> None:
     typed = ("model=gpt_tiny", *RUN[:-2], "sequence_length=64", "batch_size_per_gpu=8", "activation_checkpointing=none")

@@ -113,6 +113,7 @@ def check_command(main: Callable[[list[str]], int], arguments: list[str]) -> Non
         assert_refusal(sentence, arguments)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @limit_examples(420)
 @given(st.sampled_from(["measure", "predict", "rehearse"]), st.booleans(), hostile.draw_overrides())
@@ -251,6 +252,7 @@ file_contents = st.one_of(
 file_numbers = itertools.count()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @limit_examples(70)
 @given(file_contents)

@@ -539,6 +539,7 @@ def forgetful() -> Iterator[None]:
         cache.cache_clear()
 
 
+@pytest.mark.long
 def test_a_folder_of_ones_own_has_options_too(tmp_path, monkeypatch, forgetful):
     (tmp_path / "cluster").mkdir()
     mine = (CONF_FOLDER / "cluster" / "slurm.yaml").read_text().replace("name: slurm", "name: mine")

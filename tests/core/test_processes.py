@@ -107,6 +107,7 @@ def served(tmp_path_factory) -> Iterator[subprocess.Popen[str]]:
         yield process
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("extra", [pytest.param(name, marks=needs(*of[1])) for name, of in OF_EXTRAS.items()])
 def test_whatever_is_installed_ranks_can_use_cuda(served, extra):
@@ -169,6 +170,7 @@ def test_no_module_forks_but_as_the_machine_allows():
     assert "os.fork(" not in others
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_where_gpus_may_be_reached_even_one_trace_is_made_apart(monkeypatch):
     monkeypatch.setenv("BENCH_CACHE", "")

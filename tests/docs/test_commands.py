@@ -89,6 +89,7 @@ def test_commands_of_a_page_can_be_executed(page: Path, page_folder: Path) -> No
     execute_page(page, for_cluster=False)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("page", list_pages(for_cluster=True), ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_for_a_cluster_can_be_executed_on_the_test_cluster(slurm, page: Path, page_folder: Path) -> None:
     execute_page(page, for_cluster=True)

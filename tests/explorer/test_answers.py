@@ -257,6 +257,7 @@ def test_the_timeline_is_that_of_the_step() -> None:
     assert {lane for lane, _ in timeline.spans} == set(timeline.lanes)
 
 
+@pytest.mark.long
 def test_measured_and_published_rows_stand_beside_the_prediction() -> None:
     measured = find_recorded_rows(
         ExplorerState.from_address(

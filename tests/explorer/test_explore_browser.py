@@ -120,6 +120,7 @@ def test_the_page_answers_and_everybody_can_use_it(browser: Browser, served: str
     visit.check()
 
 
+@pytest.mark.long
 def test_by_keyboard_alone_with_an_address_for_each_state(browser: Browser, served: str) -> None:
     visit = ExplorerVisit(browser, served + SMALL_STATE.address)
     page = visit.page
@@ -168,6 +169,7 @@ def test_a_mistake_is_one_sentence_beside_its_control(browser: Browser, served: 
     visit.check()
 
 
+@pytest.mark.long
 def test_a_cell_of_the_map_a_change_and_a_dropped_file_lead_on(browser: Browser, served: str) -> None:
     visit = ExplorerVisit(browser, served + SMALL_STATE.address)
     page = visit.page

@@ -178,6 +178,7 @@ print("lifted")
 """
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_cpu_memory_limit_limits_to_within_some_mebibytes() -> None:
     done = subprocess.run(

@@ -188,6 +188,7 @@ def find_tolerance(overrides: Sequence[str]) -> float:
     return 1e-5 if exact else 2e-2 if "precision=bf16_pure" in overrides else 1e-2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "overrides", "checked"),
     [pytest.param(SMALL_GPT, case, name not in UNSANITIZED_CASES, id=f"gpt {name}") for name, case in CASES.items()]
@@ -305,6 +306,7 @@ def test_a_limit_ends_a_run_by_running_out_of_memory(run: Run, case: str) -> Non
         assert "out of memory" in rank["outcome"]["error"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp1", "ddp"])
 def test_a_rehearsal_has_the_peak_of_the_run_it_stands_for(run: Run, strategy: str) -> None:
     settings = (*SMALL_GPT, f"strategy={strategy}", "precision=bf16")

@@ -76,6 +76,7 @@ def test_the_time_between_events_is_known_only_to_who_waited_for_both(outcomes: 
     assert outcomes[waits] == OUTCOME_BY_WAIT[waits]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_process_that_ran_backward_forks_none_that_can(fake_cuda: Path) -> None:
     """As on a machine with GPUs, where autograd has a thread for each: of fake tensors, too."""

@@ -251,6 +251,7 @@ def test_a_stopped_sweep_ends_at_once_and_loses_nothing(interrupted, cleaning, h
     assert "Traceback" not in process.output
 
 
+@pytest.mark.long
 def test_a_killed_sweep_finishes_its_current_run_and_no_other(interrupted, cleaning):
     process, current = interrupted.start_until_run_trains(0)
     cleaning.append(process)
@@ -287,6 +288,7 @@ def test_a_sweep_outlives_its_job_and_says_which_run_was_lost(interrupted, clean
     assert {path: after[path] for path in finished} == finished
 
 
+@pytest.mark.long
 def test_a_killed_controller_leaves_its_job_at_work_alone(interrupted, cleaning):
     process, current = interrupted.start_until_run_trains(0)
     cleaning.append(process)

@@ -143,6 +143,7 @@ def test_from_the_first_start_to_the_last_stop(folder: Path) -> None:
     assert run_cluster_script("status", folder).returncode == 3
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("remove", [[], ["--remove"]])
 def test_jobs_end_with_the_cluster(folder: Path, tmp_path: Path, remove: list[str]) -> None:
@@ -162,6 +163,7 @@ def test_jobs_end_with_the_cluster(folder: Path, tmp_path: Path, remove: list[st
     assert {name for name, pid in pids.items() if not has_ended(pid)} == set()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_temporary_tables_of_another_database_server_are_left_alone(folder: Path) -> None:
     with tempfile.NamedTemporaryFile(dir="/tmp", prefix="#sql-temptable-", suffix=".MAI") as table:
@@ -169,6 +171,7 @@ def test_the_temporary_tables_of_another_database_server_are_left_alone(folder: 
         assert Path(table.name).exists()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_two_clusters_side_by_side(folder: Path, other_folder: Path) -> None:
     first = start(folder, **SMALL, PORT="23456")
@@ -183,6 +186,7 @@ def test_two_clusters_side_by_side(folder: Path, other_folder: Path) -> None:
     assert second.read_job_state(running) == "RUNNING"
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["slurmctld", "slurmd.testnode1", "munged"])
 def test_start_brings_back_what_has_died(folder: Path, name: str) -> None:
@@ -204,6 +208,7 @@ def test_start_brings_back_what_has_died(folder: Path, name: str) -> None:
     assert cluster.read_job_state(job) == "RUNNING"
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_no_job_outlives_a_stop_that_could_not_reach_slurmctld(folder: Path) -> None:
     cluster = start(folder, **SMALL)
@@ -218,6 +223,7 @@ def test_no_job_outlives_a_stop_that_could_not_reach_slurmctld(folder: Path) -> 
     assert "Restarts=1" in cluster.scontrol("show", "job", requeued)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may edit /etc/hosts")
 def test_without_namespaces_nodes_are_in_etc_hosts_while_it_runs(folder: Path, other_folder: Path) -> None:
@@ -281,6 +287,7 @@ def test_knobs(folder: Path) -> None:
     assert "GPUS='2', not '3'" in other.stderr
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_job_of_the_higher_partition_takes_the_nodes(idle_slurm: SlurmTestCluster) -> None:
     nodes = f"-N{len(NODE_NAMES)}"
@@ -293,6 +300,7 @@ def test_a_job_of_the_higher_partition_takes_the_nodes(idle_slurm: SlurmTestClus
     assert "Restarts=1" in idle_slurm.scontrol("show", "job", low)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_node_that_dies_comes_back(idle_slurm: SlurmTestCluster) -> None:
     job = submit(idle_slurm, "srun sleep 1000", "-N2", "--requeue")
@@ -318,6 +326,7 @@ def test_what_a_dying_node_is_starting_dies_with_it(idle_slurm: SlurmTestCluster
     assert idle_slurm.read_job_state(job) == "NODE_FAIL"
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
 def test_jobs_survive_a_restart_of_slurmctld(idle_slurm: SlurmTestCluster, how: signal.Signals) -> None:

@@ -34,6 +34,7 @@ from tests.wandb_files import read_offline_runs
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
+@pytest.mark.long
 def test_a_requeued_run_has_a_run_for_each_attempt_offline_on_its_node_and_sent_when_it_is_collected(
     idle_slurm: SlurmTestCluster, tmp_path, monkeypatch
 ):
@@ -66,6 +67,7 @@ def test_a_requeued_run_has_a_run_for_each_attempt_offline_on_its_node_and_sent_
 # --- Calibration on a real SLURM: tasks on two nodes communicate inside nodes and across, and the first writes.
 
 
+@pytest.mark.long
 def test_tasks_of_srun_time_collectives_inside_nodes_and_across(idle_slurm, tmp_path: Path):
     values = yaml.safe_load((ROOT / "conf" / "hardware" / "h200.yaml").read_text())
     values.update(name="known", device="cpu", gpu_names=[])
@@ -105,6 +107,7 @@ def described_as_fast(folder: Path) -> Path:
     return file
 
 
+@pytest.mark.long
 def test_a_healthy_node_is_on_the_row_with_its_numbers(idle_slurm, tmp_path: Path) -> None:
     submit_sweep(tmp_path, *ONE)
     run_jobs_command("watch", tmp_path)
@@ -116,6 +119,7 @@ def test_a_healthy_node_is_on_the_row_with_its_numbers(idle_slurm, tmp_path: Pat
     assert {rank["health"]["node"] for rank in row["ranks"]} == {row["hosts"]}
 
 
+@pytest.mark.long
 def test_a_slow_node_is_named_and_left_out_when_the_run_is_submitted_again(idle_slurm, tmp_path: Path) -> None:
     store = tmp_path / "store"
     slow = (*ONE, f"hardware={described_as_fast(tmp_path)}", "cluster.exclude_bad=true")
@@ -184,6 +188,7 @@ def test_cancelled_jobs_are_told_from_lost_ones_and_gpu_hours_are_unknown(bare, 
     assert _ends(tmp_path) == {f"{array}_{index}": "skipped" for index in range(3)}
 
 
+@pytest.mark.long
 def test_of_a_job_that_died_is_said_what_the_controller_remembers(bare, tmp_path):
     submit_sweep(tmp_path, *FAKE_MODEL_RUN, *LONG_RUN, *ONE_RANK)
     (job,) = bare.squeue("-o", "%A")

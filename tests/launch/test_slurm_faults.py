@@ -621,6 +621,7 @@ ALONE = f"cluster.python='env PATH=/nonexistent {shlex.quote(sys.executable)}'"
 UNKNOWN = "why is unknown, for SLURM cannot be asked: scontrol is not on this machine's PATH"
 
 
+@pytest.mark.long
 def test_a_cause_that_cannot_be_asked_for_is_unknown_and_no_signal_is_ignored(idle_slurm, tmp_path):
     """One run is preempted, which SLURM announces by SIGUSR2, as it does a time limit; another is cancelled."""
     preempted, cancelled = tmp_path / "preempted", tmp_path / "cancelled"
@@ -810,6 +811,7 @@ def shared_disk(idle_slurm: SlurmTestCluster, tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", disk], check=True)
 
 
+@pytest.mark.long
 def test_a_run_finds_room_for_its_row_on_a_disk_that_filled_up(idle_slurm, shared_disk):
     """Two runs are on when the disk fills up, a third has not started."""
     store = shared_disk / "store"
@@ -847,6 +849,7 @@ def chattr(flag: str, *paths: Path) -> bool:
     return subprocess.run(["chattr", flag, *paths], capture_output=True, check=False).returncode == 0
 
 
+@pytest.mark.long
 def test_a_row_is_written_when_the_store_can_be_written_again(idle_slurm, tmp_path):
     store = tmp_path / "store"
     command = (*SLEEPY, "cluster.parallelism=2", "repeat=0,1")

@@ -128,6 +128,7 @@ def test_a_passing_fault_is_passed_over_and_nothing_is_submitted_twice(idle_slur
     assert len(names) == len(set(names)) == 2
 
 
+@pytest.mark.long
 def test_jobs_run_though_their_submitter_died_the_moment_they_were_accepted(idle_slurm, tmp_path, first_sbatch):
     store = tmp_path / "store"
     first_sbatch('{sbatch} "$@"; kill -KILL $PPID')
@@ -160,6 +161,7 @@ def _names(store: Path) -> list[str]:
     ]
 
 
+@pytest.mark.long
 def test_a_submission_that_is_interrupted_leaves_nothing_behind(idle_slurm, tmp_path, first_sbatch):
     """By Ctrl-C, when the first of two arrays has been accepted."""
     store = tmp_path / "store"

@@ -69,6 +69,7 @@ def test_ranks_are_spread_over_nodes_node_by_node(two_nodes):
     assert two_nodes["fsdp/hybrid_shard"]["sharding_factor"] == 2
 
 
+@pytest.mark.long
 def test_nodes_make_no_difference_to_what_is_computed(two_nodes, execute):
     (here,) = execute((*SMALL_GPT, *QUICK, "gpus=4", "strategy=ddp"))
     for row in two_nodes.values():
@@ -86,6 +87,7 @@ def test_the_row_says_what_the_job_was(two_nodes, slurm):
         assert row["git_sha"] is not None
 
 
+@pytest.mark.long
 def test_a_rehearsal_is_a_job_of_one_task(idle_slurm, tmp_path):
     submit_sweep(tmp_path, "cluster=slurm_test", *SMALL_GPT, *QUICK, "strategy=fsdp", "gpus=64", "mode=rehearse")
     done = run_jobs_command("watch", tmp_path)
@@ -109,6 +111,7 @@ def test_every_run_asks_for_exactly_its_own_resources(idle_slurm, tmp_path):
     assert per_node == ["1", "2", "8", "8", "8"]
 
 
+@pytest.mark.long
 def test_a_shape_the_cluster_does_not_have_is_left_out_with_its_reason(idle_slurm, tmp_path):
     plan = run_command(
         "bench.sweep",
@@ -125,6 +128,7 @@ def test_a_shape_the_cluster_does_not_have_is_left_out_with_its_reason(idle_slur
     assert "allocation failure" in plan.stdout
 
 
+@pytest.mark.long
 def test_runs_go_one_at_a_time_unless_asked_otherwise(idle_slurm, tmp_path):
     alone, together = tmp_path / "alone", tmp_path / "together"
     several = (*FAKE_MODEL_RUN, *ONE_NODE, "+model.step_s=0.5", "measurement.steps=4", "seed=1,2")
@@ -191,12 +195,14 @@ def test_a_second_identical_sweep_submits_nothing(idle_slurm, tmp_path):
     assert idle_slurm.squeue() == []
 
 
+@pytest.mark.long
 def test_a_sweep_here_leaves_alone_what_the_cluster_has(idle_slurm, tmp_path):
     submit_sweep(tmp_path, *FAKE_MODEL_RUN, *LONG_RUN, *ONE_RANK)
     here = run_command("bench.sweep", *FAKE_MODEL_RUN, *LONG_RUN, "gpus=1", format_store_override(tmp_path))
     assert "1 queued or running on a cluster" in here.stdout
 
 
+@pytest.mark.long
 def test_a_run_that_somebody_else_is_executing_is_left_to_them(idle_slurm, tmp_path):
     submit_sweep(tmp_path, *FAKE_MODEL_RUN, *ONE_NODE)
     (run,) = {entry["run_id"] for entry in _ledger(tmp_path)["arrays"][0]["entries"]}
@@ -214,6 +220,7 @@ def _ledger(store: Path) -> dict:
     return json.loads(path.read_text())
 
 
+@pytest.mark.long
 def test_force_measures_again_once(idle_slurm, tmp_path):
     submit_sweep(tmp_path, *FAKE_MODEL_RUN, *ONE_RANK)
     assert run_jobs_command("watch", tmp_path).returncode == 0
@@ -225,6 +232,7 @@ def test_force_measures_again_once(idle_slurm, tmp_path):
 # From another shell
 
 
+@pytest.mark.long
 def test_whoever_submitted_need_not_live(idle_slurm, tmp_path):
     command = [sys.executable, "-m", "bench.sweep", *FAKE_MODEL_RUN, *ONE_RANK, format_store_override(tmp_path)]
     sweep = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE)
@@ -249,6 +257,7 @@ def test_whoever_submitted_need_not_live(idle_slurm, tmp_path):
     assert run_jobs_command("collect", tmp_path).stdout == f"Nothing submitted from {tmp_path} is open.\n"
 
 
+@pytest.mark.long
 def test_watch_tells_of_every_state_and_of_gpu_hours(idle_slurm, tmp_path):
     submit_sweep(tmp_path, *FAKE_MODEL_RUN, *ONE_NODE, "+model.step_s=1", "+model.fault=none,raise:forward:0:3")
     watched = run_jobs_command("watch", tmp_path)
@@ -281,6 +290,7 @@ class Mine(Base):
 """
 
 
+@pytest.mark.long
 def test_an_edit_after_submission_does_not_change_queued_runs(idle_slurm, tmp_path):
     package = tmp_path / "my_models"
     package.mkdir()
@@ -350,6 +360,7 @@ def test_a_dry_run_shows_arrays_costs_and_scripts_and_submits_nothing(idle_slurm
     assert idle_slurm.squeue("-t", "all") == before
 
 
+@pytest.mark.long
 def test_the_script_shown_is_the_script_submitted(idle_slurm, tmp_path):
     arguments = (*FAKE_MODEL_RUN, *TWO_NODES, "seed=1,2", "cluster.setup=['export GREETING=hello']", "cluster.wckey=w")
     shown = run_command("bench.sweep", "-m", *arguments, "dry_run=script", format_store_override(tmp_path)).stdout
@@ -371,6 +382,7 @@ def test_the_time_limit_comes_from_the_plan_unless_set(idle_slurm, tmp_path):
 # Searches
 
 
+@pytest.mark.long
 def test_a_search_for_the_largest_batch_is_one_job(idle_slurm, tmp_path):
     search = ("search=largest_batch", "hardware.memory_limit_gib=0.1", "measurement.steps=1", "batch_size_per_gpu=32")
     two_nodes = ("cluster=slurm_test", "cluster.gpus_per_node=1", "gpus=2")
@@ -391,6 +403,7 @@ def test_a_search_for_the_largest_batch_is_one_job(idle_slurm, tmp_path):
 ODD = 'a b $(touch pwned) `touch pwned` ; touch pwned # it\'s "naïve":x'
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [ODD, "new\nline"])
 def test_a_store_path_may_hold_anything(idle_slurm, tmp_path, name):
     store = tmp_path / name / "store"
@@ -520,6 +533,7 @@ def test_bench_jobs_names_what_is_wrong(arguments, sentence):
     assert sentence in done.stderr
 
 
+@pytest.mark.long
 def test_bench_jobs_has_nothing_to_do_where_nothing_was_submitted(tmp_path):
     done = run_command("bench.jobs", "watch", str(tmp_path))
     assert done.returncode == 0

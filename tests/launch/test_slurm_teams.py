@@ -77,6 +77,7 @@ def shared(idle_slurm: SlurmTestCluster, accounts: tuple[str, dict[str, Account]
     shutil.rmtree(store)
 
 
+@pytest.mark.long
 def test_what_one_has_queued_the_other_neither_submits_nor_ends(idle_slurm, shared):
     idle_slurm.scontrol("update", "partitionname=main", "state=down")
     try:
@@ -125,6 +126,7 @@ def test_what_one_has_queued_the_other_neither_submits_nor_ends(idle_slurm, shar
     assert submissions.list_submissions(shared.store) == []
 
 
+@pytest.mark.long
 def test_a_run_whose_owner_died_is_taken_over_by_another_account(idle_slurm, shared):
     """Its claim is broken when SLURM says that its job has ended, and not before."""
     long = ("measurement.steps=600", "seed=1")

@@ -62,6 +62,7 @@ def test_the_head_is_computed_once_more(model: str) -> None:
     )
 
 
+@pytest.mark.long
 def test_a_million_tokens_need_no_logits_of_all_of_them() -> None:
     shape = ("model=gpt_tiny", "model.block_size=1048576", "model.vocabulary_size=50000", "sequence_length=1048576")
     run = (

@@ -47,6 +47,7 @@ def test_gpt_models_have_the_size_in_their_name(option: str, billions: float) ->
     assert build_family(option).num_parameters / 1e9 == pytest.approx(billions, rel=0.015)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_every_model_option_builds_on_meta() -> None:
     for option in set(list_config_groups()["model"]) - {"hf"}:  # whose shape a file says
@@ -70,6 +71,7 @@ GPT_SHAPES = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("checkpointing", ["none", "full", "selective", "operators", "every_2"])
 @pytest.mark.parametrize(("option", "dimensions", "length"), T5_SHAPES + GPT_SHAPES)
 def test_flops_agree_with_torchs_counter(
@@ -111,6 +113,7 @@ def test_t5_counts_encoder_and_decoder_lengths_apart() -> None:
     assert build_family("t5_small", decoder_sequence_length=512).count_tokens_per_sequence(128) == 640
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("option", ["t5_tiny", "gpt_tiny"])
 def test_weights_are_tied_finite_and_those_of_the_seed(option: str) -> None:
     shape = build_family(option)
@@ -161,6 +164,7 @@ def test_weights_of_a_small_model_do_not_depend_on_the_device(monkeypatch: pytes
     assert drawn_on == {"cpu", "cpu:0"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("option", ["t5_tiny", "gpt_tiny"])
 def test_grouped_blocks_compute_the_same(option: str) -> None:
     shape = build_family(option)

@@ -162,6 +162,7 @@ def test_experts_that_ranks_do_not_divide_are_cut_along_a_dimension_that_they_do
     assert choose_sharded_dimension((510, 256), 64) == 0
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_deepseek_v3_trains_as_in_one_process_and_needs_what_is_predicted(execute: Execute) -> None:
     """Three kinds of layers: two dense ones, and three whose experts are chosen within half of their groups."""
@@ -182,6 +183,7 @@ def test_deepseek_v3_trains_as_in_one_process_and_needs_what_is_predicted(execut
         assert prediction.memory.allocated.value == pytest.approx(row["peak_allocated_bytes"], rel=1e-3)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_fewer_experts_than_ranks_train_as_in_one_process_and_need_what_is_predicted(execute: Execute) -> None:
     model = ("model=moe_tiny", "model.num_experts=3", "model.num_layers=3", "model.vocabulary_size=512")
@@ -200,6 +202,7 @@ def test_fewer_experts_than_ranks_train_as_in_one_process_and_need_what_is_predi
         assert predicted.memory.allocated.value == pytest.approx(record["peak_allocated_bytes"], rel=0.001)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_skewed_experts_cost_no_memory_and_narrow_formats_train(execute: Execute) -> None:
     """Without expert parallelism every rank has all experts: what is popular is no larger."""

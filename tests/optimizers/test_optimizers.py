@@ -76,6 +76,7 @@ def test_ranks_update_as_one_process_and_peaks_are_predicted(name: str, execute:
             assert record["losses"] == pytest.approx(single["losses"], rel=1e-3), strategy
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_adafactor_of_flat_shards_is_another_optimizer(execute: Execute) -> None:
     base = (*SMALL_GPT, *STEPS, "optimizer=adafactor")
@@ -148,6 +149,7 @@ CLIPPING_STRATEGIES = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_gradients_are_clipped_by_one_norm_on_whatever_ranks(execute: Execute) -> None:
     """SGD, whose steps are as long as gradients are: AdamW's would hide a wrong norm."""
@@ -161,6 +163,7 @@ def test_gradients_are_clipped_by_one_norm_on_whatever_ranks(execute: Execute) -
         assert record["losses"] == pytest.approx(single["losses"], rel=1e-5), knobs
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_scaled_gradients_are_clipped_when_they_are_unscaled(execute: Execute) -> None:
     wide, narrow = execute(

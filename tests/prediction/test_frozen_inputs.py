@@ -73,6 +73,7 @@ def test_inputs_and_gradients_of_frozen_units_live_until_backward_ends(fake_grou
 LORA = ("mode=predict", "finetune=lora", "finetune.rank=16", "precision=bf16_pure", "activation_checkpointing=full")
 
 
+@pytest.mark.long
 def test_what_is_kept_grows_with_the_depth():
     """Two more hidden states for every block, 2 bytes an element; nothing where every unit is trained."""
     peaks = []
@@ -99,6 +100,7 @@ MISTRAL_7B_LORA_SHARDED = [("batch_size_per_gpu=2", 15_144_870_400), ("batch_siz
 scripts/benchmarks/refs/a100_80gb.csv, two GPUs."""
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(("batch", "published"), MISTRAL_7B_LORA_SHARDED)
 def test_peaks_of_adapters_under_fsdp1_are_those_of_an_allocator(batch, published):

@@ -91,6 +91,7 @@ def test_parameters_and_optimizer_state_are_what_they_must_be() -> None:
     assert traced.parts["optimizer"] == 2 * traced.parts["parameters"] + 4 * tensors
 
 
+@pytest.mark.long
 def test_shards_shrink_with_the_true_world_size() -> None:
     sizes = [
         trace_training_peaks(

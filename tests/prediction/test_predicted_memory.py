@@ -350,6 +350,7 @@ def test_fresh_random_runs_need_what_is_predicted(tmp_path: Path, monkeypatch: p
     assert statistics.fmean(abs(error) for error, _ in errors) < MAX_RANDOM_MEAN
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler")
 def test_compiled_blocks_need_what_is_predicted_and_others_more(execute: Callable[..., list[dict[str, Any]]]) -> None:

@@ -90,6 +90,7 @@ def timed(config: RunConfig) -> TimePrediction:
 # Against what was measured
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_memory_of_a_small_mesh_is_what_is_measured(execute: Execute) -> None:
     model = ("model=moe_tiny", "model.num_layers=2")
@@ -324,6 +325,7 @@ def test_what_cannot_be_predicted_is_refused_with_the_reason(knobs: tuple[str, .
         predict_run(meshed(*SMALL_GPT, "gpus=4", PIPELINE, *knobs))
 
 
+@pytest.mark.long
 def test_stages_hand_over_a_ranks_part_of_the_sequence_where_layers_divide_it() -> None:
     def compute_handed_bytes(*knobs: str) -> float:
         config = compose_run_config(*SMALL_GPT, *ON_CPU, "mode=predict", PIPELINE, *knobs)
@@ -381,6 +383,7 @@ def test_memory_of_blocks_compiled_in_parts_is_what_is_measured(execute: Execute
     check_measured_memory(execute, runs)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_what_torch_remembers_of_one_trace_s_mesh_does_not_reach_another() -> None:
     run = ("model=gpt_125m", "gpus=16", "strategy.tensor=4", "strategy.pipeline=2", "compile=true")
@@ -388,6 +391,7 @@ def test_what_torch_remembers_of_one_trace_s_mesh_does_not_reach_another() -> No
         assert timed(meshed(*run, f"sequence_length={length}", "batch_size_per_gpu=2")).step_s.value > 0
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_products_of_asynchronous_tensor_parallelism_go_on_beside_their_exchange() -> None:
     run = ("model=llama3_8b", "gpus=8", "strategy.tensor=8", "compile=true", "sequence_length=4096")

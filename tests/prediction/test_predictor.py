@@ -283,6 +283,7 @@ def paper_t5(model: str, **settings: Any) -> Prediction:
     )
 
 
+@pytest.mark.long
 def test_ddp_runs_out_of_memory_past_2b():
     assert paper_t5("t5_2b", strategy="ddp").memory.verdict == FITS
     large = paper_t5("t5_11b", strategy="ddp")
@@ -586,6 +587,7 @@ def test_a_comment_and_a_new_strategy_leave_the_version_as_it_is(
     assert len({before[1], after_remark[1], after_strategy[1]}) == 3
 
 
+@pytest.mark.long
 def test_what_is_remembered_here_depends_on_every_package_that_computes_predictions() -> None:
     code = (
         "import sys; import bench.prediction.predictor; "

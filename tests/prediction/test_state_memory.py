@@ -32,6 +32,7 @@ def config(**settings: Any) -> RunConfig:
     return compose_run_config(*(f"{key}={value}" for key, value in {**COMMON, **settings}.items()))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", list_config_groups()["strategy"])
 def test_state_alone_is_within_the_memory_of_any_batch(strategy):

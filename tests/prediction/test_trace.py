@@ -71,6 +71,7 @@ def test_attention_is_causal_by_the_argument_of_that_name_alone():
     assert _is_causal(traced, (*same, None, None, None, None, True), {})
 
 
+@pytest.mark.long
 def test_attention_says_whether_its_bias_has_a_gradient():
     """T5 learns what distances add to the scores of self-attention; to cross-attention it adds zeros."""
     run = config(model="t5_tiny", hardware="h200", precision="bf16")
@@ -153,6 +154,7 @@ def test_blocks_that_are_not_checkpointed_alike_repeat_after_a_period(model, mod
         assert scene.chunks == expected.chunks, (scene.phase, place)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_accumulation_on_hardware_with_fused_kernels_repeats_too(model):
@@ -162,6 +164,7 @@ def test_accumulation_on_hardware_with_fused_kernels_repeats_too(model):
     assert [scene.chunks for scene, _ in composed_] == [scene.chunks for scene in whole]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("settings", [{}, {"precision": "bf16", "activation_checkpointing": "full"}])

@@ -36,6 +36,7 @@ def test_the_own_part_of_a_collective_is_counted() -> None:
     }
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_ddp_reduces_every_parameter_once_and_a_shard_is_gathered_twice(execute: Execute) -> None:
     common = (*SMALL_T5, "hardware=cpu", "gpus=2", "measurement.profile=true", "measurement.steps=2")

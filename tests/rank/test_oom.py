@@ -292,6 +292,7 @@ def test_an_allocator_that_reports_nothing_costs_the_bytes_alone(monkeypatch: py
 # The whole way to the row
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_pipeline_that_runs_out_of_memory_says_so_and_when(
     execute: Callable[..., list[dict[str, Any]]],

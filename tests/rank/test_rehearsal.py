@@ -320,6 +320,7 @@ def test_a_rehearsal_is_another_run_than_a_measurement() -> None:
     assert len(ids) == 3
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_nothing_is_communicated_so_nothing_is_exposed(execute: Execute) -> None:
     (row,) = execute((*SMALL_GPT, "strategy=fsdp", "gpus=16", "mode=rehearse", "measurement.profile=true", *SHORT))

@@ -45,6 +45,7 @@ def test_only_rehearsals_have_a_rank() -> None:
         compose_run_config(*TENSOR_PIPELINE, "mode=predict", "rehearse.rank=1")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WORST_RANKS)
 def test_the_rehearsed_rank_allocates_what_the_worst_of_all_ranks_does(

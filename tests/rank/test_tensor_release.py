@@ -25,6 +25,7 @@ CALLS = 300
 """Of each: without waiting for threads of gloo, these hold some 3 of 100 tensors a moment longer."""
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_nobody_holds_a_tensor_of_a_collective_that_was_waited_for(tmp_path: Path) -> None:
     torch.multiprocessing.spawn(_count_held_tensors, (str(tmp_path),), nprocs=2)

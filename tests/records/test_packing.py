@@ -74,6 +74,7 @@ def packed(live, tmp_path) -> Path:
     return tmp_path / "packed"
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_packed_store_is_one_file_and_reads_as_the_files_did(live, packed):
     assert [path.name for path in packed.iterdir() if path.name[0] != "."] == [ROWS_FILE]
@@ -119,6 +120,7 @@ def test_the_lines_are_sorted_and_leave_out_what_all_rows_share(live, packed):
     assert "repeat" not in header["shared"] | header["shared"]["config"]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("store", sorted((ROOT / "results").rglob(ROWS_FILE)), ids=lambda path: path.parent.name)
 def test_committed_stores_hold_whole_rows_and_pack_to_the_same_bytes(store, tmp_path):
@@ -169,6 +171,7 @@ def decode(lines: list[str], path: Path) -> list[str]:
     return [encode_record(row.decode()) for row in rows.list_rows()]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @settings(max_examples=300)
 @given(rows=ROW_SETS.filter(len), more=ROW_SETS)
@@ -314,6 +317,7 @@ def test_packing_a_store_in_place_removes_the_files_of_its_rows_alone(live, tmp_
     assert_reads_same(live, tmp_path / "before")
 
 
+@pytest.mark.long
 def test_rows_of_a_run_that_is_being_executed_keep_their_files(live, tmp_path):
     shutil.copytree(live, tmp_path / "before")
     row = make_record(repeat=2)
@@ -360,6 +364,7 @@ def test_a_claim_on_a_packed_run_gets_the_next_attempt(packed):
     assert [row["mfu"] for row in records.read_all_attempts(packed / row["run_id"]).records] == [0.125, None]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_runs_of_a_store_of_both_kinds_come_in_the_order_of_their_ids(live, tmp_path):
     shutil.copytree(live, tmp_path / "before")

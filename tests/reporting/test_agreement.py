@@ -117,6 +117,7 @@ def test_the_summary_is_what_the_pairs_come_to():
 # ---- as drawn
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_every_pair_is_drawn_with_both_uncertainties():
     rows = predicted("memory") + make_row_pair("rehearsed") + make_row_pair("predicted", model="gpt_tiny")

@@ -248,6 +248,7 @@ def store(tmp_path_factory) -> Path:
     return write_store(tmp_path_factory.mktemp("own") / "store", make_default_sweep(("fp32",)))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_rows_are_the_committed_ones_and_ones_own(store):
     book, alone = Notebook(store), Notebook()
@@ -268,6 +269,7 @@ def test_a_checkout_without_rows_is_no_error(tmp_path):
     assert Notebook(results_dir=tmp_path).select_records() == []
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_ones_own_figures_or_how_to_have_them(store):
     assert "python -m bench.notebooks store=DIR" in Notebook().draw_own_store(throughput).text

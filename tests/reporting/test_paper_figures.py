@@ -80,6 +80,7 @@ def shown(rows: list[Record], figure: str) -> Any:
     return selected[selected["figure"] == figure]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("sweep", FIGURES)
 def test_every_sweep_of_the_paper_draws_its_figure_beside_the_published_points(sweep):
@@ -143,6 +144,7 @@ def test_memory_is_in_the_papers_gigabytes_with_its_rounding():
     assert published["value"].max() == 80
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_out_of_memory_is_a_mark_in_both_kinds():
     points = shown(predicted("model_scale"), "Figure 6(a)").query("out_of_memory")

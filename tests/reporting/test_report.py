@@ -406,6 +406,7 @@ def test_every_figure_is_a_png_and_an_svg(default):
     assert all("</svg>" in path.read_text() for path in svgs)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_report_changes_no_row_and_is_no_row(default, tmp_path):
     def content():
@@ -417,6 +418,7 @@ def test_a_report_changes_no_row_and_is_no_row(default, tmp_path):
     assert len(read_latest_attempts(default).records) == runs == len(ROWS)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_same_rows_same_bytes_and_old_figures_go(tmp_path):
     store = write_store(tmp_path / "store", [make_record(precision="bf16")])
@@ -577,6 +579,7 @@ def test_markers_of_variants_differ():
     assert set(marks) <= {"DDP", "FSDP2 full shard", "FSDP2 full replication", "FSDP2 hybrid (F=2)", "FSDP2 unsharded"}
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_versions_are_named_only_where_nothing_else_tells_rows_apart():
     plain, hooked = ({"strategy": {"communication_hook": hook}} for hook in ("none", "bf16"))
@@ -591,6 +594,7 @@ def test_versions_are_named_only_where_nothing_else_tells_rows_apart():
     assert [name.partition(" · ")[2] for name in prepare_table(same)["variant"]] == [f"git_sha={c * 16}" for c in "ab"]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_command_prints_where_the_page_is_and_what_was_left_out(tmp_path, capsys):
     store = write_store(tmp_path / "store", [make_record(status="error")])

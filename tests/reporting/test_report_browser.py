@@ -225,6 +225,7 @@ def test_what_tells_runs_apart_stands_beside_the_strategy_and_filters(visit):
     assert {text.partition(" ")[0] for text in texts(page, "Batch × sequence")} == {"4"}
 
 
+@pytest.mark.long
 def test_a_selection_is_in_the_address_and_comes_back_with_it(visit):
     page = visit()
     page.get_by_label("Status", exact=True).select_option("oom")
@@ -451,6 +452,7 @@ def test_axe_finds_nothing_to_complain_of(page):
     assert axe_complains_of(page) == []
 
 
+@pytest.mark.long
 def test_a_phone_in_the_dark_shows_all_and_never_scrolls_sideways(visit):
     page = visit(size=PHONE, color_scheme="dark")
     assert axe_complains_of(page) == []

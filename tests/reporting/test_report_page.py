@@ -291,6 +291,7 @@ def test_only_the_pages_own_scripts_are_executed(tmp_path):
     assert gzip.decompress(base64.b64decode(packed_text)).decode() == load_plotly_js()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_interactive_figures_can_be_left_out(tmp_path, capsys):
     store = write_store(tmp_path / "store", [make_record()])

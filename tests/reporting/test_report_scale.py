@@ -88,6 +88,7 @@ def test_ten_thousand_rows_are_loaded_in_about_a_second(store):
     assert again["seconds"] < 5, again  # 1, pandas' import included
 
 
+@pytest.mark.long
 def test_a_report_takes_a_minute_and_a_gigabyte_for_ten_thousand_rows(store):
     """The time of a tenth of the rows, less that of the figures, of which there are no more however many rows."""
     page = store / "page"

@@ -147,6 +147,7 @@ def test_zero_computes_what_one_process_does_and_keeps_what_is_predicted(execute
     assert 0.3 * states < saved_by_halves < 0.55 * states
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("knobs", [("gpus=2",), ("gpus=4", HALVES)], ids=["full", "hybrid"])
 def test_a_rehearsed_rank_keeps_its_part(execute: Execute, knobs: tuple[str, ...]) -> None:

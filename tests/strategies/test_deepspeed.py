@@ -534,6 +534,7 @@ def test_time_follows_from_the_link_and_from_the_memory_of_the_machine() -> None
     assert slower == pytest.approx((4 + 2) * partition * 8 / (409.6e9 * 0.84), rel=0.01)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_prediction_says_what_is_offloaded(capsys: pytest.CaptureFixture[str]) -> None:
     typed = ["model=gpt_mini", "gpus=8", "hardware=a100_80gb", "strategy=deepspeed", "precision=bf16"]

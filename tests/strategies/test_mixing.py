@@ -66,6 +66,7 @@ def test_within_one_way_every_strategy_has_the_same_losses_and_needs_what_is_pre
     assert runs["ddp autocast"]["losses"] != runs["fsdp parameters"]["losses"]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_meshes_of_one_and_two_dimensions_compute_the_same_and_need_what_is_predicted(execute: Execute) -> None:
     """What is reduced in another format than it is stored in stays until backward is over where replicas reduce it."""

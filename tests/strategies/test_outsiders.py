@@ -198,6 +198,7 @@ def read_predictions(site: Path, *arguments: str) -> dict[str, Any]:
 NETWORK = ("hardware=a100_80gb", "gpus=16", "gpus_per_node=8", "sequence_length=512", "batch_size_per_gpu=1")
 
 
+@pytest.mark.long
 def test_the_predicted_step_is_the_mean_over_a_period(site: Path, tmp_path: Path) -> None:
     """So it is a constant and a part that falls with the period."""
     axes = ("model=t5_611m", "strategy=local_sgd", "strategy.period=2,4,8", "mode=predict", "report=false")
@@ -210,6 +211,7 @@ def test_the_predicted_step_is_the_mean_over_a_period(site: Path, tmp_path: Path
     assert by_period[2] - by_period[4] == pytest.approx(2 * (by_period[4] - by_period[8]), rel=1e-6)
 
 
+@pytest.mark.long
 def test_a_period_longer_than_the_run_makes_that_run_alone_impossible(site: Path, tmp_path: Path) -> None:
     axes = ("strategy=local_sgd", "strategy.period=2,8", "measurement.steps=4", "dry_run=true", f"store={tmp_path}")
     shown = " ".join(run_command(site, "bench.sweep", "-m", "model=gpt_tiny", *axes, *RUN).split())
@@ -291,6 +293,7 @@ for strategy, model in (("local_sgd", "gpt_tiny"), ("ddp", "neox_tiny"), ("ddp",
 """
 
 
+@pytest.mark.long
 def test_its_code_is_part_of_the_version_of_its_own_predictions(site: Path, tmp_path: Path) -> None:
     changed = shutil.copytree(site, tmp_path / "site")
     with (changed / "local_sgd/strategy.py").open("a") as file:
@@ -301,6 +304,7 @@ def test_its_code_is_part_of_the_version_of_its_own_predictions(site: Path, tmp_
     assert before[1:] == after[1:], "of everything else"
 
 
+@pytest.mark.long
 def test_without_the_package_its_name_is_refused_in_a_sentence() -> None:
     done = run_python(None, "-m", "bench.sweep", "strategy=local_sgd", "dry_run=true")
     assert done.returncode == 2

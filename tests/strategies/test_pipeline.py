@@ -453,6 +453,7 @@ def test_the_predicted_bubble_is_near_the_formulas_and_naive_stages_mostly_wait(
     assert {span.stream for span in naive.timeline} == {f"rank {rank}" for rank in range(8)}
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_bubbles_measured_on_a_machine_of_their_own_are_the_predicted_ones() -> None:
     """On the calibrated machine, within 0.035 of a step; memory to some bytes."""
@@ -492,6 +493,7 @@ def test_1f1b_keeps_as_many_micro_batches_as_stages_and_gpipe_all() -> None:
     assert activations(ONE_F_ONE_B, 16) < activations(GPIPE, 16) / 2
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_what_a_stage_receives_is_cast_as_often_when_it_is_computed_again() -> None:
     # A received tensor is a leaf, whose cast autocast would keep; selective checkpointing counts them.
@@ -499,6 +501,7 @@ def test_what_a_stage_receives_is_cast_as_often_when_it_is_computed_again() -> N
     assert predicted(*run, "activation_checkpointing=selective") < predicted(*run)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_decoder_makes_half_of_what_it_sends() -> None:
     """It hands on the encoder's output, which lies where it was received and is not held a second time."""
@@ -635,6 +638,7 @@ def timed(config: RunConfig) -> TimePrediction:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_stages_of_models_without_ties_share_nothing() -> None:
     run = ("model=gpt_2b7", "gpus=8", "hardware=a100_80gb")
@@ -678,6 +682,7 @@ def test_ranks_wait_for_those_they_share_gradients_with() -> None:
     assert add_tied_all_reduces([1.0, 5.0], []) == [1.0, 5.0]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_predicted_bubble_counts_what_a_measured_one_counts() -> None:
     """Kernels that a stage waits for are part of it: small batches on a fast GPU are all launching."""

@@ -87,6 +87,7 @@ def test_split_layers_compute_what_one_process_does_and_keep_what_is_predicted(e
     assert single["losses"][-1] < single["losses"][0] - 0.3
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_rehearsed_rank_keeps_its_part(execute: Execute) -> None:
     many = ("gpus=64", *TWO, "batch_size_per_gpu=1", "activation_checkpointing=full")
@@ -149,6 +150,7 @@ def test_each_block_sends_what_megatron_says() -> None:
         assert kinds.count("all-gather") == kinds.count("reduce-scatter") == 2 * blocks
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_compiled_blocks_exchange_what_others_do_beside_fewer_kernels() -> None:
     sizes = (*SMALL_GPT, "sequence_length=16", "strategy=tensor_parallel", "gpus=4", "batch_size_per_gpu=1")

@@ -179,6 +179,7 @@ def test_memory_runs_out_in_the_first_phase_that_needs_more(capacity, beside, ph
     assert row["oom_phase"] == phase
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_cpu_has_memory_and_no_speed(store):
     assert sweep.main(["mode=predict", *SMALL_T5, "gpus=2", f"store={store}"]) == 0
@@ -549,6 +550,7 @@ def test_the_largest_budget_that_fits_is_taken() -> None:
     assert fits[0] == FITS != fits[1]
 
 
+@pytest.mark.long
 def test_a_row_has_the_budget_that_was_chosen(store: Path) -> None:
     typed = [f"{key}={value}" for key, value in BUDGET_RUN.items() if key != "batch_size_per_gpu"]
     assert sweep.main([*typed, "batch_size_per_gpu=1", f"store={store}", "report=false"]) == 0

@@ -217,6 +217,7 @@ def no_launch(monkeypatch) -> None:
     monkeypatch.setattr("bench.sweeps.run_sweep.detect_device", lambda: CPU)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_launch")
 def test_a_finished_sweep_starts_nothing_and_its_report_changes_no_row(five, capsys):
@@ -253,6 +254,7 @@ def test_a_dry_run_shows_the_plan_and_touches_nothing(five, capsys):
     assert "\x1b" not in shown
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_launch")
 def test_a_dry_run_without_a_store_makes_none(tmp_path, monkeypatch, capsys):

@@ -83,6 +83,7 @@ def test_every_attempt_is_written_offline_once(store, capfd):
     assert read_offline_runs(store / ".tracking").keys() == rows.keys()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_server_gets_every_attempt_once_however_often_it_is_sent(store, monkeypatch, capfd):
     rows = recorded(store)
@@ -128,6 +129,7 @@ def test_a_server_gets_every_attempt_once_however_often_it_is_sent(store, monkey
         assert server.unknown_requests == []
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_an_interrupted_upload_is_completed_by_the_next(store, monkeypatch):
     command = [sys.executable, "-m", "bench.track", str(store)]
@@ -147,6 +149,7 @@ def test_an_interrupted_upload_is_completed_by_the_next(store, monkeypatch):
         assert all(run.complete for run in server.runs.values())
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_offline_runs_that_wandb_itself_synchronises_are_not_doubled(store, monkeypatch, capfd):
     assert track.main([str(store)]) == 0
@@ -169,6 +172,7 @@ def test_offline_runs_that_wandb_itself_synchronises_are_not_doubled(store, monk
         assert {number: run.history for number, run in server.runs.items()} == history
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_server_that_cannot_be_reached_is_said_and_nothing_is_noted(store, monkeypatch, capfd):
     add_wandb_login(monkeypatch, "http://127.0.0.1:1")

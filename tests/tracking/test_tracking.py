@@ -172,6 +172,7 @@ def wandb_tracker(**fields: object):
     return load_tracker({**compose_config({"tracker": "wandb"})["tracker"], **fields})
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_server_that_never_answers_costs_the_time_limit_once(monkeypatch, tmp_path):
     store = write_store(tmp_path / "store", [make_record(repeat=repeat) for repeat in range(3)])
@@ -189,6 +190,7 @@ def test_a_server_that_never_answers_costs_the_time_limit_once(monkeypatch, tmp_
     assert len(read_offline_runs(store / ".tracking")) == 3
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_tracker_that_hangs_is_killed_at_its_time_limit(tmp_path):
     store = write_store(tmp_path / "store", [make_record(repeat=repeat) for repeat in range(3)])
@@ -281,6 +283,7 @@ def test_a_trace_is_sent_with_its_row(tmp_path):
     assert files == {"record.json": str(tmp_path / "0.json"), "trace.json.gz": str(tmp_path / "0.trace.json.gz")}
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_report_in_the_store_is_a_run_with_its_figures(tmp_path):
     assert build_report_run(tmp_path, "default") is None

@@ -32,10 +32,11 @@ from bench.validation.readings import read_line
 from bench.validation.scores import Score, score_readings
 from bench.validation.shapes import QualitativeComparison
 from bench.validation.strategies import compare_strategies
-from tests.conftest import needs
+from tests.conftest import needs, read_commit
 from tests.reporting.test_report import overlaps
 
-SAMPLE_PER_GROUP = 3
+SAMPLE_PER_GROUP = 1
+"""Drawn anew with every commit."""
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +46,8 @@ def summary() -> dict[str, Any]:
 
 
 def list_sample_lines(summary: dict[str, Any], *, in_fp8: bool) -> list[PublishedLine]:
-    """Of three configurations of every source, metric and device, those in FP8, which need torchao, or the others."""
-    keys = set(pick_sample(summary, SAMPLE_PER_GROUP))
+    """Of a configuration of every source, metric and device, those in FP8, which need torchao, or the others."""
+    keys = set(pick_sample(summary, SAMPLE_PER_GROUP, read_commit()))
     lines = [line for line in list_published_lines() if build_configuration_key(line) in keys]
     return [line for line in lines if bool(re.search("fp8|float8", line["precision"].lower())) == in_fp8]
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from bench.models.float8 import SIZE_MULTIPLE
 from bench.prediction.trace import kernels
 from bench.prediction.trace.device_operators import FAKE_NAMESPACE
 from bench.prediction.trace.kernels import (
@@ -30,6 +31,9 @@ OTHER_FORMAT, FP8_FORMAT = OPERAND_FORMATS.index("other"), OPERAND_FORMATS.index
 
 FP8_MATMUL = "_scaled_mm"
 """The operator that multiplies matrices in FP8."""
+
+ROUNDED_MATMULS = ("mm", "addmm")
+"""Operators of linear layers, forward and backward."""
 
 OPERATORS_WITHOUT_KERNEL = {
     "detach",
@@ -88,6 +92,18 @@ def describe_kernel(func: Any, args: Any, kwargs: Any, out: Any) -> KernelRecord
         shape = (batch, left.shape[-2], right.shape[-1], left.shape[-1], int(_is_transposed(left)))
         return KernelRecord(name, MATMUL, format_, shape, int(flops), bytes_moved, row_bytes)
     return KernelRecord(name, MEMORY_BOUND, format_, (), 0, bytes_moved)
+
+
+def round_operands(kernel: KernelRecord) -> KernelRecord:
+    """The same product with operands in FP8, of two matrices whose sizes are such that FP8 takes them; any other kernel
+    as it is."""
+    if kernel.operator not in ROUNDED_MATMULS or any(size % SIZE_MULTIPLE for size in kernel.dims[1:4]):
+        return kernel
+    _, m, n, k, _ = kernel.dims
+    bytes_moved = m * k + k * n + torch.bfloat16.itemsize * m * n
+    return kernel._replace(
+        operator=FP8_MATMUL, format=FP8_FORMAT, bytes_moved=bytes_moved, row_bytes=kernels.ALIGNED_ROW_BYTES
+    )
 
 
 def _count_unnamed_row_bytes(name: str, operands: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> int:

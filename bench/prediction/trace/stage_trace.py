@@ -121,7 +121,7 @@ def open_short_stage(key: StageTraceKey) -> Iterator[ShortStage]:
     ) or trace_key.family
     model = short_family.build_model()
     model.train()
-    if trace_key.precision.uses_float8:
+    if trace_key.precision.uses_torchao:
         float8.convert_to_float8(short_family, model, trace_key.precision)
     checkpoint_blocks(
         short_family, model, trace_key.activation_checkpointing, sequence_length=trace_key.sequence_length
@@ -217,7 +217,7 @@ def _trace_stage(key: StageTraceKey, short_stage: ShortStage, batch_size: int) -
     if trace_key.compile:
         compile_blocks(stage.block_lists, stage, split)
     compute_loss = build_traced_loss(trace_key, family)
-    trace_recorder = TraceRecorder(on_cpu=trace_key.device == "cpu")
+    trace_recorder = TraceRecorder(trace_key)
     trace_recorder.op_recorder.group_kinds = short_stage.group_kinds
     with (
         processes.pause_garbage_collection(),

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from bench.core import processes
-from bench.core.precision import Precision
+from bench.core.precision import TRANSFORMER_ENGINE, Precision
 from bench.models import Batch, Family, float8
 from bench.models.activation_offload import PinnedTransfer, offload_activations
 from bench.models.blocks import find_trained_layers
@@ -32,6 +32,7 @@ from bench.prediction.trace.cpu_memory import track_rng_states
 from bench.prediction.trace.device_operators import use_device_operators
 from bench.prediction.trace.fake_process_group import join_fake_process_group, split_model
 from bench.prediction.trace.fake_tensors import TracingFakeTensorMode
+from bench.prediction.trace.kernel_calls import round_operands
 from bench.prediction.trace.kernels import KernelRecord
 from bench.prediction.trace.op_recorder import OpRecorder
 from bench.prediction.trace.ring_attention import trace_ring_attention
@@ -80,13 +81,13 @@ def trace_step(key: TraceKey, batch_size: int, *, whole_model: bool = False) -> 
     family = (None if whole_model else shorten_family(key.family, count_traced_blocks(period), period)) or key.family
     model = family.build_model()
     model.train()
-    if key.precision.uses_float8:
+    if key.precision.uses_torchao:
         float8.convert_to_float8(family, model, key.precision)
     if key.precision.scales_loss and key.autocast:
         disable_autocast(family.find_fp32_modules(model), torch.device("cpu"))
     block_positions = None if period == 1 else find_block_positions(family, key.family, period)
     checkpoint_blocks(family, model, key.activation_checkpointing, block_positions, sequence_length=key.sequence_length)
-    trace_recorder = TraceRecorder(on_cpu=key.device == "cpu")
+    trace_recorder = TraceRecorder(key)
     chunked_loss = None if key.loss_chunks is None else ChunkedLoss(family, model, key.loss_chunks)
     with (
         (
@@ -171,7 +172,7 @@ def find_block_positions(short_family: Family, family: Family, period: int) -> l
 
 def _enter_gpu_autocast(key: TraceKey) -> contextlib.AbstractContextManager[None]:
     """What torchao's layers look at."""
-    if key.precision.uses_float8 and key.autocast and key.device != "cpu":
+    if key.precision.uses_torchao and key.autocast and key.device != "cpu":
         return float8.enable_cuda_autocast(key.precision.compute_dtype)
     return contextlib.nullcontext()
 
@@ -210,10 +211,12 @@ class TracedTransfer:
 class TraceRecorder:
     """Sorts what the recorder sees into segments."""
 
-    def __init__(self, *, on_cpu: bool) -> None:
+    def __init__(self, key: TraceKey) -> None:
+        on_cpu = key.device == "cpu"
         self.segments: list[TraceSegment] = []
         self.inputs_bytes = self.outputs_bytes = self.logits_bytes = 0
         self._on_cpu = on_cpu
+        self._rounds_operands = key.precision.float8 == TRANSFORMER_ENGINE
         self.op_recorder = OpRecorder(self._note_memory_change, self._note_kernel, self.note_collective, on_cpu=on_cpu)
         self._micro_batch = -1
         self._counting_inputs = False
@@ -328,8 +331,12 @@ class TraceRecorder:
             self.segments[-1].changes.append((size, number))
 
     def _note_kernel(self, kernel: KernelRecord) -> None:
-        if self.segments and not self._counting_inputs:
-            self.segments[-1].kernels.append(kernel)
+        if not self.segments or self._counting_inputs:
+            return
+        segment = self.segments[-1]
+        if self._rounds_operands and segment.place not in (None, LOSS_PLACE):
+            kernel = round_operands(kernel)
+        segment.kernels.append(kernel)
 
     def note_collective(self, kind: str, size: int, group: str = TENSOR_GROUP) -> Callable[[], None] | None:
         """Returns what notes that computation waits for it only now."""
