@@ -15,6 +15,7 @@ from bench.config.compose import compose_config
 from bench.config.run_config import RunConfig, build_run_config
 from bench.core.errors import UsageError
 from bench.core.option_files import find_option_file
+from bench.core.precision import TRANSFORMER_ENGINE
 from bench.records.published import PublishedLine
 from bench.strategies.pipeline.balance import find_balance
 from bench.validation.mesh_words import (
@@ -289,7 +290,7 @@ def _fuse_float8(settings: dict[str, str]) -> list[str]:
     NotExpressibleError
         If experts are divided, whose products the suite computes in 16 bit.
     """
-    if int(settings.get("strategy.expert", "1")) > 1:
+    if int(settings.get("strategy.expert", "1")) > 1 and settings.get("precision.float8") != TRANSFORMER_ENGINE:
         raise NotExpressibleError("FP8 of experts' products, which the suite computes in 16 bit")
     if settings.get("compile") == "true":
         return []

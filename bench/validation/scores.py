@@ -13,6 +13,7 @@ from bench.config.flop_conventions import SUITE_COLUMNS, count_flops_per_sequenc
 from bench.config.run_config import RunConfig
 from bench.config.speed_columns import compute_speed_columns
 from bench.core.errors import UsageError
+from bench.core.precision import TRANSFORMER_ENGINE
 from bench.prediction.intervals import DEVICE_USED as DEVICE_USED_METRIC
 from bench.prediction.intervals import (
     STEP_TIME,
@@ -22,7 +23,7 @@ from bench.prediction.intervals import (
     is_layout,
     is_time_known,
 )
-from bench.prediction.prediction import DOES_NOT_FIT, FITS, PredictedRange, Prediction
+from bench.prediction.prediction import DOES_NOT_FIT, FITS, MemoryPrediction, PredictedRange, Prediction
 from bench.prediction.predictor import predict_reentrant_peak, predict_runs
 from bench.validation.metrics import (
     ACTIVE,
@@ -79,7 +80,8 @@ class Score:
     retry_probability: float = 0.0
     """That the allocator has to retry in every step."""
     fullness: float | None = None
-    """Predicted allocated memory against what the allocator may have, None where that is not known."""
+    """Predicted allocated memory against what the allocator may have, None where that is not known, or where the
+    prediction has a margin of its own."""
 
     @property
     def kind(self) -> str:
@@ -189,8 +191,13 @@ def build_score(reading: Reading, first_prediction: Prediction, *further_predict
         limited_by=None if prediction.time is None else prediction.time.limited_by,
         predicted_step_s=None if prediction.time is None else _compute_step_seconds(reading, config, prediction),
         retry_probability=0.0 if prediction.time is None else prediction.time.retry_probability,
-        fullness=memory.allocated.value / memory.capacity if memory.capacity else None,
+        fullness=_compute_fullness(config, memory),
     )
+
+
+def _compute_fullness(config: RunConfig, memory: MemoryPrediction) -> float | None:
+    has_own_margin = config.precision.float8 == TRANSFORMER_ENGINE
+    return None if has_own_margin or not memory.capacity else memory.allocated.value / memory.capacity
 
 
 def _compute_range(

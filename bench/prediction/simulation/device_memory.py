@@ -3,10 +3,12 @@ whether it fits, and how likely the allocator is to flush and retry."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import NormalDist
 
 from bench.config.run_config import RunConfig
+from bench.core.precision import TRANSFORMER_ENGINE
 from bench.core.units import GIB, MIB
 from bench.hardware.speeds import MatmulSpeed
 from bench.prediction.prediction import DOES_NOT_FIT, FITS, TOO_CLOSE, MemoryPrediction, PredictedRange
@@ -29,11 +31,6 @@ class RatioRange:
 
 CPU_ALLOCATED_RATIO = RatioRange(0.97, 1.0, 1.03)
 """Allocated memory on a CPU, where every byte can be measured (tests/prediction/test_predicted_memory.py)."""
-
-CUDA_ALLOCATED_RATIO = RatioRange(1.0, 1.0, 1.0)
-"""The same on a GPU, whose interval comes from residuals of published rows (`bench.prediction.intervals`). Where torch
-chooses other kernels than were traced, or Inductor plans compiled blocks otherwise for a GPU than for a CPU, it is
-further off."""
 
 STREAM_PEAKS_RATIO = RatioRange(0.98, 1.1, 1.25)
 """Reserved memory over what is active at most on each stream, all together, where nothing is played through the model
@@ -83,6 +80,10 @@ def predict_memory(
 ) -> MemoryPrediction:
     """What the peaks of a simulated step come to on the device.
 
+    Allocated memory on a GPU has an interval from residuals of published rows (`bench.prediction.intervals`). Where
+    torch chooses other kernels than were traced, or Inductor plans compiled blocks otherwise for a GPU than for a CPU,
+    it is further off.
+
     Parameters
     ----------
     host_bytes: float
@@ -96,8 +97,10 @@ def predict_memory(
     else:
         late_bytes = max(0.0, _find_peak_active(config, simulated_rank) - simulated_rank.peak.size)
         size = simulated_rank.peak.size + compute_workspace_bytes(config)
-        allocated = CUDA_ALLOCATED_RATIO.apply_to(size)
-        active = CUDA_ALLOCATED_RATIO.apply_to(size + late_bytes)
+        fewer_bytes, more_bytes = _find_float8_margins(config, simulated_rank.peak.parts)
+        allocated, active = (
+            PredictedRange(value, value - fewer_bytes, value + more_bytes) for value in (size, size + late_bytes)
+        )
         wanted = _predict_wanted(config, simulated_rank, active, replayed)
         outside_bytes = _compute_outside_bytes(config)
     beside_bytes = MAX_CPU_LIBRARY_BYTES if config.hardware.device == "cpu" else round(simulated_rank.early_bytes)
@@ -138,6 +141,15 @@ def _find_peak_active(config: RunConfig, simulated_rank: SimulatedRank) -> float
     if speeds is not None and speeds.records_nccl_stream:
         return simulated_rank.active_near_peak_bytes
     return simulated_rank.peak_active_bytes
+
+
+def _find_float8_margins(config: RunConfig, parts: Mapping[str, float]) -> tuple[float, float]:
+    """Bytes that TransformerEngine may take less and more than what was traced, which is bf16: operands that wait for
+    backward are in 8 bits, half as much at most; and it keeps weights in 8 bits as well, with a transposed copy where
+    the GPU multiplies no other."""
+    if config.precision.float8 != TRANSFORMER_ENGINE:
+        return 0.0, 0.0
+    return parts["activations"] / 2, 2 * parts["parameters"] / config.precision.parameter_dtype.itemsize
 
 
 def compute_workspace_bytes(config: RunConfig) -> float:

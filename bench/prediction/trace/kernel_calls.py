@@ -32,7 +32,7 @@ OTHER_FORMAT, FP8_FORMAT = OPERAND_FORMATS.index("other"), OPERAND_FORMATS.index
 FP8_MATMUL = "_scaled_mm"
 """The operator that multiplies matrices in FP8."""
 
-ROUNDED_MATMULS = ("mm", "addmm")
+LINEAR_MATMULS = ("mm", "addmm")
 """Operators of linear layers, forward and backward."""
 
 OPERATORS_WITHOUT_KERNEL = {
@@ -95,15 +95,17 @@ def describe_kernel(func: Any, args: Any, kwargs: Any, out: Any) -> KernelRecord
 
 
 def round_operands(kernel: KernelRecord) -> KernelRecord:
-    """The same product with operands in FP8, of two matrices whose sizes are such that FP8 takes them; any other kernel
-    as it is."""
-    if kernel.operator not in ROUNDED_MATMULS or any(size % SIZE_MULTIPLE for size in kernel.dims[1:4]):
+    """The same product with operands in FP8, of a linear layer or of experts whose sizes are such that FP8 takes them;
+    any other kernel as it is."""
+    if GROUPED_MATMUL_NAME_PART in kernel.operator:
+        operator = kernel.operator
+    elif kernel.operator in LINEAR_MATMULS and not any(size % SIZE_MULTIPLE for size in kernel.dims[1:4]):
+        operator = FP8_MATMUL
+    else:
         return kernel
-    _, m, n, k, _ = kernel.dims
-    bytes_moved = m * k + k * n + torch.bfloat16.itemsize * m * n
-    return kernel._replace(
-        operator=FP8_MATMUL, format=FP8_FORMAT, bytes_moved=bytes_moved, row_bytes=kernels.ALIGNED_ROW_BYTES
-    )
+    batch, m, n, k, _ = kernel.dims
+    bytes_moved = batch * (m * k + k * n + torch.bfloat16.itemsize * m * n)
+    return KernelRecord(operator, MATMUL, FP8_FORMAT, kernel.dims, kernel.flops, bytes_moved, kernels.ALIGNED_ROW_BYTES)
 
 
 def _count_unnamed_row_bytes(name: str, operands: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> int:
