@@ -379,6 +379,7 @@ def test_memory_of_blocks_compiled_in_parts_is_what_is_measured(execute: Execute
         "tensor, ring": (*run, "model=llama_tiny", "gpus=4", CONTEXT, TENSOR),
         "tensor, expert": (*run, "model=moe_tiny", "gpus=4", EXPERT, TENSOR),
         "pipeline, expert": (*run, "model=moe_tiny", "gpus=4", EXPERT, PIPELINE),
+        "tensor, pipeline, ring": (*run, "model=llama_tiny", "gpus=8", CONTEXT, TENSOR, PIPELINE, "strategy.data=ddp"),
     }
     check_measured_memory(execute, runs)
 

@@ -12,7 +12,6 @@ the same for both.
 from __future__ import annotations
 
 import contextlib
-import copy
 import itertools
 import re
 from collections import OrderedDict
@@ -197,7 +196,8 @@ class _CompiledForward:
 def _take_hooks(module: nn.Module) -> nn.Module:
     """A module that is called with the hooks that another has now, which the compiler takes in (those that divide
     what goes into a layer and comes out of it); hooks that are registered later are called around it."""
-    hooked = copy.copy(module)
+    hooked = type(module).__new__(type(module))
+    vars(hooked).update(vars(module))  # copy.copy refuses modules whose parameters are computed (`localize_parameters`)
     for name in (
         "_forward_pre_hooks",
         "_forward_pre_hooks_with_kwargs",
