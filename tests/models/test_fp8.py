@@ -1,8 +1,10 @@
-"""FP8 by torchao: what it converts, that it trains (emulated, on a CPU), and what is predicted for GPUs with it."""
+"""FP8 by torchao: what it converts, that it trains (emulated, on a CPU), and what is predicted for GPUs with it; and
+TransformerEngine's, of which there are predictions alone."""
 
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +21,7 @@ from bench.models import float8
 from bench.prediction.pipeline.stages import list_stage_traces
 from bench.prediction.predictor import predict_run
 from bench.prediction.run_inputs import build_trace_key
+from bench.prediction.trace.kernels import MATMUL, OPERAND_FORMATS, KernelRecord
 from bench.prediction.trace.stage_trace import trace_stage
 from bench.prediction.trace.trace import TraceKey
 from bench.prediction.trace.trace_recorder import trace_step
@@ -255,7 +258,11 @@ def test_without_torchao_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         (("precision=fp8", "strategy=data_parallel", "hardware=h100_80gb", "gpus=2"), ImpossibleError, r"choose bf16"),
         (("precision=fp8", "precision.compute=fp32"), UsageError, r"precision.compute=fp32 .* choose bf16"),
-        (("precision=fp8", "precision.float8=columnwise"), UsageError, r"columnwise .* none, tensorwise, rowwise"),
+        (
+            ("precision=fp8", "precision.float8=columnwise"),
+            UsageError,
+            r"columnwise .* none, tensorwise, rowwise, tr",
+        ),
         (
             (*EMULATED_FP8, "strategy=mesh", "gpus=4", "strategy.tensor=2", "strategy.context=2", "compile=true"),
             ImpossibleError,
@@ -311,3 +318,80 @@ def test_scaled_products_of_asynchronous_tensor_parallelism_go_on_beside_their_e
         beside = segment.kernels[event.kernel : event.waited_kernel]
         assert [kernel.operator for kernel in beside] == ["_scaled_mm"] * num_products
         assert sum(kernel.flops for kernel in beside) > 0
+
+
+# TransformerEngine's FP8, which needs nothing installed
+
+BY_ENGINE = ("precision=fp8", "precision.float8=transformer_engine")
+COMPILED = ("compile=true", "strategy=fsdp", "gpus=8")
+
+
+def list_block_products(run: tuple[str, ...]) -> tuple[list[KernelRecord], list[KernelRecord]]:
+    """Matrix products of the blocks, and others."""
+    segments = trace_step(build_trace_key(compose_run_config(*run)), 2).segments
+    in_blocks, outside = (
+        [
+            kernel
+            for segment in segments
+            for kernel in segment.kernels
+            if kernel.kind == MATMUL and (segment.place is not None and segment.place[0] >= 0) is in_block
+        ]
+        for in_block in (True, False)
+    )
+    return in_blocks, outside
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [SMALL_LLAMA, SMALL_GPT, SMALL_MOE], ids=["llama", "gpt", "moe"])
+def test_transformer_engine_multiplies_in_8_bits_what_bf16_s_kernels_rounded(model: tuple[str, ...]) -> None:
+    run = (*model, *H100, *COMPILED)
+    bf16, bf16_outside = list_block_products((*run, "precision=bf16"))
+    fp8, fp8_outside = list_block_products((*run, *BY_ENGINE))
+    assert fp8_outside == bf16_outside
+    assert [kernel.flops for kernel in fp8] == [kernel.flops for kernel in bf16]
+    rounded = [(before, after) for before, after in zip(bf16, fp8, strict=True) if before != after]
+    assert len(rounded) >= 3 * 4  # of a block, forward and twice backward
+    for before, after in rounded:
+        batch, m, n, k, _ = after.dims
+        assert OPERAND_FORMATS[after.format] == "fp8"
+        assert after.bytes_moved == batch * (m * k + k * n + 2 * m * n)
+        assert after.bytes_moved < before.bytes_moved or "grouped" in after.operator
+    for before, after in zip(bf16, fp8, strict=True):
+        sizes = before.dims[1:4]
+        assert (before == after) == (before.operator == "bmm" or any(size % 16 for size in sizes)), before
+
+
+@pytest.mark.slow
+def test_transformer_engine_is_predicted_faster_than_bf16_with_margins_of_memory_and_without_torchao(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    run = ("model=llama3_2_1b", "hardware=h100_80gb", "mode=predict", "sequence_length=2048", *COMPILED)
+    bf16, fp8 = (
+        predict_run(compose_run_config(*run, "batch_size_per_gpu=2", *precision))
+        for precision in (("precision=bf16_pure",), (*BY_ENGINE, "precision.parameters=bf16", "precision.reduce=bf16"))
+    )
+    assert bf16.time is not None
+    assert fp8.time is not None
+    assert 0.5 < fp8.time.step_s.value / bf16.time.step_s.value < 0.9
+    assert fp8.memory.allocated.value == bf16.memory.allocated.value
+    parts = fp8.memory.parts
+    assert fp8.memory.allocated.low <= fp8.memory.allocated.value - parts["activations"] / 2 + 1
+    assert fp8.memory.allocated.high >= fp8.memory.allocated.value + parts["parameters"] - 1  # two copies in 8 bits
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        (("mode=rehearse", "hardware=h100_80gb"), r"float8=transformer_engine .* with mode=rehearse,"),
+        ((), r"float8=transformer_engine is not valid: choose tensorwise or rowwise with mode=measure, .*=predict"),
+    ],
+)
+def test_no_run_has_transformer_engine_s_layers(overrides: tuple[str, ...], reason: str) -> None:
+    with pytest.raises(ImpossibleError, match=reason):
+        compose_run_config(*SMALL_GPT, *BY_ENGINE, "strategy=fsdp", "gpus=2", *overrides)
+
+
+def test_transformer_engine_is_not_emulated() -> None:
+    with pytest.raises(UsageError, match=r"float8_emulated=true .* false, since precision.float8=transformer_engine"):
+        compose_run_config(*SMALL_GPT, *BY_ENGINE, "precision.float8_emulated=true")

@@ -46,7 +46,7 @@ def summary() -> dict[str, Any]:
 
 
 def list_sample_lines(summary: dict[str, Any], *, in_fp8: bool) -> list[PublishedLine]:
-    """Of a configuration of every source, metric and device, those in FP8, which need torchao, or the others."""
+    """One configuration of every source, metric and device: those in FP8, some of which need torchao, or the others."""
     keys = set(pick_sample(summary, SAMPLE_PER_GROUP, read_commit()))
     lines = [line for line in list_published_lines() if build_configuration_key(line) in keys]
     return [line for line in lines if bool(re.search("fp8|float8", line["precision"].lower())) == in_fp8]

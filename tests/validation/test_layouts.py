@@ -255,21 +255,31 @@ def test_a_fused_loss_is_read_as_a_compiled_one_where_its_source_has_it() -> Non
         assert dict(reading.settings).get("loss") == loss, reading.reason
 
 
-def test_fp8_is_read_as_compiled_where_blocks_can_be() -> None:
-    experts = read_line(1, {**LINE, "sharding": "EP 2", "precision": "fp8", "gpu": "H100"})
-    assert experts.reason == "FP8 of experts' products, which the suite computes in 16 bit"
-    layouts = ("PP2, distributed optimizer", "TP2 PP2, distributed optimizer", "CP 2")
-    staged, shared, divided = (
-        read_line(1, {**LINE, "sharding": layout, "precision": "fp8", "gpu": "H100"}) for layout in layouts
+def test_fp8_of_megatron_is_transformer_engine_s_and_compiled() -> None:
+    layouts = ("PP2, distributed optimizer", "TP2 PP2, distributed optimizer", "CP 2", "EP 2")
+    for layout in layouts:
+        model = {"model": "moe_tiny"} if "EP" in layout else {}
+        reading = read(**model, sharding=layout, precision="fp8", gpu="H100")
+        settings = dict(reading.settings)
+        assert (settings["precision.float8"], settings["compile"]) == ("transformer_engine", "true")
+        assert any("fused" in assumption for assumption in reading.assumptions)
+    of_note = read(strategy="FSDP", sharding="full_shard", precision="fp8", gpu="H100", note="Transformer Engine")
+    assert dict(of_note.settings)["precision.float8"] == "transformer_engine"
+
+
+def test_other_fp8_is_torchao_s_which_has_none_for_experts() -> None:
+    line = {**LINE, "strategy": "FSDP + EP", "model": "moe_tiny", "precision": "fp8", "gpu": "H100"}
+    assert (
+        read_line(1, {**line, "sharding": "EP 2"}).reason
+        == "FP8 of experts' products, which the suite computes in 16 bit"
     )
+    reading = read_line(1, {**LINE, "strategy": "FSDP", "sharding": "full_shard", "precision": "fp8", "gpu": "H100"})
     if importlib.util.find_spec("torchao") is None:
-        assert staged.reason is not None
-        assert "needs torchao" in staged.reason
+        assert reading.reason is not None
+        assert "needs torchao" in reading.reason
         return
-    assert dict(shared.settings)["compile"] == "true"
-    assert dict(divided.settings)["compile"] == "true"
-    assert dict(staged.settings)["compile"] == "true"
-    assert any("fused" in assumption for assumption in staged.assumptions)
+    assert dict(reading.settings)["compile"] == "true"
+    assert "precision.float8" not in dict(reading.settings)
 
 
 @pytest.mark.parametrize(
