@@ -17,7 +17,8 @@ AUTOCAST_MIXING, PARAMETER_MIXING = MIXING_MODES = "autocast", "parameters"
 
 TRANSFORMER_ENGINE = "transformer_engine"
 """FP8 of NVIDIA's TransformerEngine: the kernels before a product write its operands in 8 bits, where torchao's layers
-scale and round what others wrote, and weights are rounded once a step (``is_first_microbatch``)."""
+scale and round what others wrote, and weights are rounded once a step (``is_first_microbatch``;
+``transformer_engine/pytorch/module/layernorm_mlp.py`` in https://github.com/NVIDIA/TransformerEngine)."""
 
 TORCH_DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """torch's names of number formats. Whoever reads rows needs no torch, whose import takes seconds and 200 MB."""

@@ -17,6 +17,7 @@ from typing import Any
 from bench.config.run_config import RunConfig
 from bench.core.installation import DATA_FOLDER
 from bench.core.option_files import find_option_file
+from bench.core.precision import TRANSFORMER_ENGINE
 from bench.hardware import Hardware
 from bench.hardware.hardware_file import GROUP, read_hardware_file
 from bench.prediction.cost.rank_speed import CALIBRATED_OPTIMIZERS
@@ -50,13 +51,14 @@ def is_time_known(config: RunConfig, time: TimePrediction) -> bool:
     """Whether what decides a step's time was measured, by microbenchmarks or on training runs.
 
     Not known are the processor and the memory of the machine around a GPU, which differ by machine, kernels of TF32
-    whose rows are not aligned, optimizers that no calibration times, and `ROUGH_FAMILIES`. The interval of such a time
-    is that of rough rows.
+    whose rows are not aligned and of TransformerEngine, optimizers that no calibration times, and `ROUGH_FAMILIES`. The
+    interval of such a time is that of rough rows.
     """
     waited_s = 0.0 if is_layout(config) else time.bubble_s - time.retry_s
     return not (
         config.uses_host_memory
         or config.precision.tf32
+        or config.precision.float8 == TRANSFORMER_ENGINE
         or config.model.family in ROUGH_FAMILIES
         or config.optimizer.name not in CALIBRATED_OPTIMIZERS
         or waited_s > MAX_LAUNCH_SHARE * time.step_s.value
