@@ -254,6 +254,7 @@ def test_offload_says_what_the_cpu_must_hold(capsys):
     assert "does not compare" in advice_case["agreement"]
 
 
+@pytest.mark.long
 def test_a_way_that_the_cpu_does_not_hold_says_so(capsys):
     typed = (*MODEL_OVERRIDES, *DECISION_PATHS["one GPU that does not"][0], "hardware.host.memory_gib=0.1")
     option = read_case(capsys, *typed)["leaf"]["ways"][0]

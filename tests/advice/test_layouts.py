@@ -294,6 +294,7 @@ def test_a_small_search_keeps_the_best_and_leaves_out_most() -> None:
 ANSWERED = (*SMALL_GPT, "hardware=h100_80gb", "sequence_length=64", "activation_checkpointing=none", "precision=bf16")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_answer_says_where_fsdp_alone_stops(capsys: pytest.CaptureFixture[str]) -> None:
     assert predict.main([*ANSWERED, "gpus=16", "global_batch=16", "layouts=all", "format=json"]) == 0

@@ -42,6 +42,7 @@ def test_loss_and_gradients_are_those_of_the_family(model: str, dtype: torch.dty
     torch.testing.assert_close(compiled_gradient, gradient)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",

@@ -334,6 +334,7 @@ TESTS_OF_SOMETHING_ELSE = (
 """What lists strategies, families, options or columns."""
 
 
+@pytest.mark.long
 def test_no_test_of_something_else_fails(site: Path) -> None:
     options = ("-p", "no:xdist", "-p", "no:cacheprovider", "-q", "-m", "not slow and not alone")
     done = run_python(site, "-m", "pytest", *options, *TESTS_OF_SOMETHING_ELSE)
