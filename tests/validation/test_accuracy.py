@@ -88,6 +88,15 @@ def test_no_run_of_the_sample_that_ran_is_said_not_to_fit(sample_scores: list[Sc
     assert not list_wrong_verdicts(sample_scores)
 
 
+def test_every_commit_predicts_other_configurations_of_every_group(summary: dict[str, Any]) -> None:
+    groups = {key: entry["group"] for key, entry in summary["configurations"].items()}
+    drawn = [pick_sample(summary, 1, f"{commit:040x}") for commit in range(40)]
+    for keys in drawn:
+        assert sorted(groups[key] for key in keys) == sorted(set(groups.values()))
+    assert len({key for keys in drawn for key in keys}) > 0.5 * len(groups)
+    assert pick_sample(summary, 1, f"{0:040x}") == drawn[0]
+
+
 def make_summary(**errors: float) -> dict[str, Any]:
     return {"configurations": {name: {"group": "group", "error": error} for name, error in errors.items()}}
 
