@@ -95,6 +95,7 @@ def test_adapters_learn_the_same_everywhere_in_the_memory_that_is_predicted(
         assert runs["alone"]["peak_allocated_bytes"] == runs["fsdp"]["ranks"][0]["peak_allocated_bytes"]
 
 
+@pytest.mark.long
 @needs("peft", "deepspeed")
 @pytest.mark.slow
 def test_deepspeed_trains_adapters_beside_frozen_parameters(execute: Execute) -> None:
@@ -112,6 +113,7 @@ def test_deepspeed_trains_adapters_beside_frozen_parameters(execute: Execute) ->
         assert_memory_as_predicted(record, overrides)
 
 
+@pytest.mark.long
 @needs_peft
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gated t5", "llama", "moe", "falcon", "deepseek_v2", "mamba"])
@@ -174,6 +176,7 @@ SHARDED_QLORA_RUNS = {
 }
 
 
+@pytest.mark.long
 @needs_both
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SHARDED_QLORA_RUNS)
@@ -206,6 +209,7 @@ def test_quantised_weights_that_are_sharded_train_as_in_one_process(execute: Exe
     assert single["losses"][-1] < single["losses"][0] - 0.4
 
 
+@pytest.mark.long
 @needs("peft", "bitsandbytes", "deepspeed")
 @pytest.mark.slow
 def test_deepspeed_trains_adapters_beside_quantised_weights(execute: Execute) -> None:

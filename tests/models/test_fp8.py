@@ -296,6 +296,7 @@ def test_what_is_known_of_fp8_changes_no_other_run() -> None:
         )
 
 
+@pytest.mark.long
 @needs_library
 @pytest.mark.slow
 @pytest.mark.parametrize(
