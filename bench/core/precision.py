@@ -99,7 +99,12 @@ class Precision:
     @property
     def uses_torchao(self) -> bool:
         """Whether torchao's layers are what computes in FP8."""
-        return self.float8 not in ("none", TRANSFORMER_ENGINE)
+        return self.uses_float8 and not self.uses_transformer_engine
+
+    @property
+    def uses_transformer_engine(self) -> bool:
+        """Whether TransformerEngine's kernels are what computes in FP8."""
+        return self.float8 == TRANSFORMER_ENGINE
 
     @property
     def is_mixed(self) -> bool:

@@ -17,7 +17,6 @@ from typing import Any
 from bench.config.run_config import RunConfig
 from bench.core.installation import DATA_FOLDER
 from bench.core.option_files import find_option_file
-from bench.core.precision import TRANSFORMER_ENGINE
 from bench.hardware import Hardware
 from bench.hardware.hardware_file import GROUP, read_hardware_file
 from bench.prediction.cost.rank_speed import CALIBRATED_OPTIMIZERS
@@ -58,7 +57,7 @@ def is_time_known(config: RunConfig, time: TimePrediction) -> bool:
     return not (
         config.uses_host_memory
         or config.precision.tf32
-        or config.precision.float8 == TRANSFORMER_ENGINE
+        or config.precision.uses_transformer_engine
         or config.model.family in ROUGH_FAMILIES
         or config.optimizer.name not in CALIBRATED_OPTIMIZERS
         or waited_s > MAX_LAUNCH_SHARE * time.step_s.value

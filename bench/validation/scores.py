@@ -13,7 +13,6 @@ from bench.config.flop_conventions import SUITE_COLUMNS, count_flops_per_sequenc
 from bench.config.run_config import RunConfig
 from bench.config.speed_columns import compute_speed_columns
 from bench.core.errors import UsageError
-from bench.core.precision import TRANSFORMER_ENGINE
 from bench.prediction.intervals import DEVICE_USED as DEVICE_USED_METRIC
 from bench.prediction.intervals import (
     STEP_TIME,
@@ -196,7 +195,7 @@ def build_score(reading: Reading, first_prediction: Prediction, *further_predict
 
 
 def _compute_fullness(config: RunConfig, memory: MemoryPrediction) -> float | None:
-    has_own_margin = config.precision.float8 == TRANSFORMER_ENGINE
+    has_own_margin = config.precision.uses_transformer_engine
     return None if has_own_margin or not memory.capacity else memory.allocated.value / memory.capacity
 
 

@@ -268,18 +268,24 @@ def test_fp8_of_megatron_is_transformer_engine_s_and_compiled() -> None:
 
 
 def test_other_fp8_is_torchao_s_which_has_none_for_experts() -> None:
-    line = {**LINE, "strategy": "FSDP + EP", "model": "moe_tiny", "precision": "fp8", "gpu": "H100"}
-    assert (
-        read_line(1, {**line, "sharding": "EP 2"}).reason
-        == "FP8 of experts' products, which the suite computes in 16 bit"
-    )
-    reading = read_line(1, {**LINE, "strategy": "FSDP", "sharding": "full_shard", "precision": "fp8", "gpu": "H100"})
+    line = {**LINE, "strategy": "FSDP + TP + PP", "precision": "fp8", "gpu": "H100"}
+    experts = read_line(1, {**line, "model": "moe_tiny", "sharding": "EP 2"})
+    assert experts.reason == "FP8 of experts' products, which the suite computes in 16 bit"
+    staged, shared, divided = (read_line(1, {**line, "sharding": layout}) for layout in ("PP2", "TP2 PP2", "CP 2"))
     if importlib.util.find_spec("torchao") is None:
-        assert reading.reason is not None
-        assert "needs torchao" in reading.reason
+        assert staged.reason is not None
+        assert "needs torchao" in staged.reason
         return
-    assert dict(reading.settings)["compile"] == "true"
-    assert "precision.float8" not in dict(reading.settings)
+    for reading in (staged, shared, divided):
+        assert dict(reading.settings)["compile"] == "true", reading.reason
+        assert "precision.float8" not in dict(reading.settings)
+    assert any("fused" in assumption for assumption in staged.assumptions)
+
+
+def test_memory_with_a_margin_of_its_own_decides_no_interval() -> None:
+    by_engine, in_bf16 = (score(read(sharding="PP2", gpu="H100", precision=name)) for name in ("fp8", "bf16_pure"))
+    assert by_engine.fullness is None
+    assert in_bf16.fullness is not None
 
 
 @pytest.mark.parametrize(

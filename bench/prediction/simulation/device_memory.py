@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from statistics import NormalDist
 
 from bench.config.run_config import RunConfig
-from bench.core.precision import TRANSFORMER_ENGINE
 from bench.core.units import GIB, MIB
 from bench.hardware.speeds import MatmulSpeed
 from bench.prediction.prediction import DOES_NOT_FIT, FITS, TOO_CLOSE, MemoryPrediction, PredictedRange
@@ -147,7 +146,7 @@ def _find_float8_margins(config: RunConfig, parts: Mapping[str, float]) -> tuple
     """Bytes that TransformerEngine may take less and more than what was traced, which is bf16: operands that wait for
     backward are in 8 bits, half as much at most; and it keeps weights in 8 bits as well, with a transposed copy where
     the GPU multiplies no other."""
-    if config.precision.float8 != TRANSFORMER_ENGINE:
+    if not config.precision.uses_transformer_engine:
         return 0.0, 0.0
     return parts["activations"] / 2, 2 * parts["parameters"] / config.precision.parameter_dtype.itemsize
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from bench.core import processes
-from bench.core.precision import TRANSFORMER_ENGINE, Precision
+from bench.core.precision import Precision
 from bench.models import Batch, Family, float8
 from bench.models.activation_offload import PinnedTransfer, offload_activations
 from bench.models.blocks import find_trained_layers
@@ -216,7 +216,7 @@ class TraceRecorder:
         self.segments: list[TraceSegment] = []
         self.inputs_bytes = self.outputs_bytes = self.logits_bytes = 0
         self._on_cpu = on_cpu
-        self._rounds_operands = key.precision.float8 == TRANSFORMER_ENGINE
+        self._rounds_operands = key.precision.uses_transformer_engine
         self.op_recorder = OpRecorder(self._note_memory_change, self._note_kernel, self.note_collective, on_cpu=on_cpu)
         self._micro_batch = -1
         self._counting_inputs = False
