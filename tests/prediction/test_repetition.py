@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -14,11 +15,13 @@ from bench.prediction.simulation import repetition
 from bench.prediction.simulation.repetition import Repetition
 from bench.prediction.simulation.simulated_rank import COMPUTE_STREAM, RankSpeed, SimulatedRank
 from bench.prediction.trace.chunks import Chunk
-from bench.strategies.pipeline.cycles import iterate_cycles
+from bench.strategies.pipeline.cycles import list_cycles
 from bench.strategies.pipeline.schedule import (
     ALL_SCHEDULES,
+    BACKWARD,
     SINGLE_STAGE_SCHEDULES,
     SPLIT_BACKWARD_SCHEDULES,
+    WEIGHT_BACKWARD,
     Timetable,
 )
 from bench.strategies.step_plan import ALL_GATHER_STREAM, GRADIENT_MEMORY, REDUCE_STREAM
@@ -112,13 +115,24 @@ def test_cycles_of_a_schedule_that_are_left_out_change_nothing(schedule: str, da
 def test_cycles_are_the_actions_of_a_rank(schedule: str) -> None:
     timetable = Timetable(schedule, 4, 1 if schedule in SINGLE_STAGE_SCHEDULES else 2, 48)
     for rank in range(4):
-        cycles = list(iterate_cycles(timetable, rank))
-        actions = [numbered.action for cycle in cycles for numbered in cycle.actions]
-        assert tuple(actions) == timetable.list_actions(rank)
+        cycles = list_cycles(timetable, rank)
+        numbered = [
+            each for cycle in cycles for number in range(cycle.repetitions) for each in cycle.number_actions(number)
+        ]
+        assert tuple(each.action for each in numbered) == timetable.list_actions(rank)
+        counts = Counter()
+        for each in numbered:
+            kind = BACKWARD if each.action.kind == WEIGHT_BACKWARD else each.action.kind
+            assert each.num_before == counts[kind, each.action.stage]
+            assert each.is_last == (each.num_before == 47)
+            counts[kind, each.action.stage] += 1
         for cycle in cycles:
-            codes = [(*numbered.action[:2], numbered.num_before in (0, 47)) for numbered in cycle.actions]
-            assert all(codes[index] == codes[index % cycle.length] for index in range(len(codes)))
-        assert max(len(cycle.actions) // cycle.length for cycle in cycles) > 8
+            each_repetition = [
+                [(*each.action[:2], each.num_before in (0, 47)) for each in cycle.number_actions(number)]
+                for number in range(cycle.repetitions)
+            ]
+            assert all(repeated == each_repetition[0] for repeated in each_repetition)
+        assert max(cycle.repetitions for cycle in cycles) > 8
 
 
 def test_what_is_not_alike_is_not_left_out() -> None:

@@ -22,15 +22,9 @@ from bench.planning.batch_search import choose_next_batch_size
 from bench.planning.request import parse_sweep_request
 from bench.planning.sweep_plan import build_sweep_plan
 from bench.prediction.cost.collectives import CollectiveGroup
+from bench.prediction.pipeline.rank_timelines import StageSeconds, compute_idle_share, simulate_timetable
 from bench.prediction.pipeline.stages import build_pipeline_stages, find_shared_parameters
-from bench.prediction.pipeline.time import (
-    StageSeconds,
-    TiedGradientAllReduce,
-    add_tied_all_reduces,
-    compute_idle_share,
-    list_tied_all_reduces,
-    simulate_timetable,
-)
+from bench.prediction.pipeline.time import TiedGradientAllReduce, add_tied_all_reduces, list_tied_all_reduces
 from bench.prediction.predicted_row import build_predicted_row
 from bench.prediction.prediction import TimePrediction
 from bench.prediction.predictor import predict_run, predict_runs

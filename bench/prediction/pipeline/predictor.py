@@ -17,7 +17,7 @@ from bench.prediction.simulation.repetition import Repetition
 from bench.prediction.simulation.simulated_rank import RankSpeed, SimulatedRank
 from bench.prediction.trace.chunks import Chunk
 from bench.prediction.trace.trace import TraceKey
-from bench.strategies.pipeline.cycles import ActionCycle, NumberedAction, iterate_cycles
+from bench.strategies.pipeline.cycles import ActionCycle, NumberedAction, list_cycles
 from bench.strategies.pipeline.schedule import (
     BACKWARD,
     FORWARD,
@@ -119,7 +119,7 @@ def _simulate_rank(
             if on_cpu:
                 _keep_first_sent(simulated_rank, timetable, stage, timetable.count_warm_up_forwards(rank), num_before)
 
-    for cycle in iterate_cycles(timetable, rank):
+    for cycle in list_cycles(timetable, rank):
         # On a CPU what is held depends on how far the step is (`_keep_first_sent`).
         _simulate_cycle(simulated_rank, cycle, simulate_action, leaves_out=not on_cpu)
     simulated_rank.free("sent")
@@ -177,14 +177,13 @@ def _simulate_cycle(
 ) -> None:
     """All repetitions of a cycle, but for those that need not be simulated."""
     repetition = Repetition(simulated_rank)
-    position = 0
-    while position < len(cycle.actions):
-        end = position + cycle.length
-        for numbered in cycle.actions[position:end]:
+    number = 0
+    while number < cycle.repetitions:
+        for numbered in cycle.number_actions(number):
             simulate_action(numbered)
-        position = end
+        number += 1
         if leaves_out:
-            position += cycle.length * repetition.leave_out((len(cycle.actions) - position) // cycle.length)
+            number += repetition.leave_out(cycle.repetitions - number)
 
 
 def _simulate_weight_backward(

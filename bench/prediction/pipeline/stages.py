@@ -306,8 +306,10 @@ def _sum_weight_seconds(segment: ScaledSegment, kernel_seconds: FloatArray | Non
 
 
 @functools.lru_cache(maxsize=256)
-def _collect_stage_parameters(key: StageTraceKey) -> dict[BlockPlace, dict[str, ParameterSpec]]:
-    """Parameters of the stage that is traced, by block."""
+def _collect_stage_parameters(
+    key: StageTraceKey,
+) -> tuple[dict[BlockPlace, dict[str, ParameterSpec]], dict[tuple[BlockPlace, str], ParameterOrderKey]]:
+    """Parameters of the stage that is traced, by block, and what they are sorted by."""
     with open_short_stage(key) as short_stage:
         stage = short_stage.stage
         locations = locate_stage_parameters(stage)
@@ -323,21 +325,15 @@ def _collect_stage_parameters(key: StageTraceKey) -> dict[BlockPlace, dict[str, 
                 is_expert=id(parameter) in expert_ids,
                 whole_gradient_numel=whole_gradients.get(id(parameter)),
             )
-    return parameters_by_place
-
-
-@functools.lru_cache(maxsize=256)
-def _compute_stage_order_keys(key: StageTraceKey) -> dict[tuple[BlockPlace, str], ParameterOrderKey]:
-    with open_short_stage(key) as short_stage:
-        locations = locate_stage_parameters(short_stage.stage)
-        return compute_order_keys([locations[id(parameter)] for parameter in short_stage.stage.parameters()])
+        order_keys = compute_order_keys([locations[id(parameter)] for parameter in stage.parameters()])
+    return parameters_by_place, order_keys
 
 
 def arrange_stage(
     index: int, key: StageTraceKey, block_counts: tuple[int, ...], segments: tuple[SegmentAtBatch, ...]
 ) -> tuple[StageUnits, tuple[tuple[SegmentAtBatch, tuple[ShardingUnit, ...], dict[str, ParameterSpec]], ...]]:
     """A stage at its true depth. Experts that other ranks have other ones of are a unit within their block's."""
-    traced_parameters, order_keys = _collect_stage_parameters(key), _compute_stage_order_keys(key)
+    traced_parameters, order_keys = _collect_stage_parameters(key)
     next_index = 0
     root = ShardingUnit(-1, f"stage {index}", tuple(traced_parameters[None].values()))
     root_units = (root,)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import functools
-import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -17,6 +15,7 @@ from bench.prediction.cost.collectives import (
     compute_collective_seconds,
     compute_send_seconds,
 )
+from bench.prediction.pipeline.rank_timelines import RankTimeline, StageSeconds, compute_idle_share, simulate_timetable
 from bench.prediction.pipeline.stages import SimulatedPipelineStage, find_shared_parameters
 from bench.prediction.prediction import PredictedRange, TimelineSpan, TimePrediction
 from bench.prediction.simulation.simulated_rank import RankSpeed, SimulatedRank
@@ -24,9 +23,6 @@ from bench.prediction.simulation.step import OptimizerUpdate
 from bench.strategies.pipeline.schedule import (
     BACKWARD,
     FORWARD,
-    INPUT_BACKWARD,
-    WEIGHT_BACKWARD,
-    PipelineAction,
     Timetable,
 )
 from bench.strategies.pipeline.step_plans import PlannedCollective, StagePlan
@@ -323,125 +319,7 @@ def _build_timeline(
     """A lane per rank: what it computes, and the optimizer at the end."""
     spans = []
     for rank, (timeline, update) in enumerate(zip(timelines, updates, strict=True)):
-        for action, (start, end) in zip(timeline.actions, timeline.action_spans, strict=True):
+        for action, start, end in zip(timeline.actions, timeline.starts_s, timeline.ends_s, strict=True):
             spans.append(TimelineSpan(f"rank {rank}", f"{action.kind} {action.micro_batch}", action.kind, start, end))
         spans.append(TimelineSpan(f"rank {rank}", "optimizer", "optimizer", step_s - update.seconds, step_s))
     return tuple(sorted(spans, key=lambda span: span.start_s))
-
-
-# --- When the ranks of a pipeline compute, and when they wait: a timetable with the time of every stage.
-
-
-@dataclass(frozen=True)
-class StageSeconds:
-    """Of one micro-batch in one stage."""
-
-    forward: float
-    backward: float
-    weights: float = 0.0
-    """Of `backward`, gradients of weights: what comes later where a schedule splits backward."""
-
-    def find(self, kind: str) -> float:
-        """Seconds of an action of some kind."""
-        return {
-            FORWARD: self.forward,
-            BACKWARD: self.backward,
-            INPUT_BACKWARD: self.backward - self.weights,
-            WEIGHT_BACKWARD: self.weights,
-        }[kind]
-
-
-@dataclass(frozen=True)
-class RankTimeline:
-    actions: tuple[PipelineAction, ...]
-    action_spans: tuple[tuple[float, float], ...]
-    """When it does each."""
-
-    @property
-    def busy_s(self) -> float:
-        """Seconds in which it computes."""
-        return sum(end - start for start, end in self.action_spans)
-
-    @property
-    def end_s(self) -> float:
-        """When its last action is over."""
-        return self.action_spans[-1][1]
-
-
-ReadyTimes = list[list[float | None]]
-
-
-def simulate_timetable(
-    timetable: Timetable, stage_seconds: Sequence[StageSeconds], send_s: Sequence[float]
-) -> list[RankTimeline]:
-    """Each rank's actions as early as its own order and what it receives allow.
-
-    Parameters
-    ----------
-    stage_seconds: sequence of StageSeconds
-        Per stage.
-    send_s: sequence of float
-        Per stage but the last: seconds until what it sends is at the next one; gradients take as long back.
-    """
-    last_stage = timetable.num_stages - 1
-    seconds_by_kind = {
-        kind: [seconds.find(kind) for seconds in stage_seconds]
-        for kind in (FORWARD, BACKWARD, INPUT_BACKWARD, WEIGHT_BACKWARD)
-    }
-    # When what an action needs is there, per stage and micro-batch; None while that is not known.
-    forward_times: ReadyTimes = [[None] * timetable.micro_batches for _ in stage_seconds]
-    gradient_times, weight_times = copy.deepcopy(forward_times), copy.deepcopy(forward_times)
-    forward_times[0] = [0.0] * timetable.micro_batches
-    ready_times = {
-        FORWARD: forward_times,
-        BACKWARD: gradient_times,
-        INPUT_BACKWARD: gradient_times,
-        WEIGHT_BACKWARD: weight_times,
-    }
-    rank_actions = [timetable.list_actions(rank) for rank in range(timetable.ranks)]
-    rank_spans: list[list[tuple[float, float]]] = [[] for _ in rank_actions]
-    waiting_ranks = list(range(timetable.ranks))
-    while waiting_ranks:
-        num_done = sum(map(len, rank_spans))
-        still_waiting = []
-        for rank in waiting_ranks:
-            actions, own_spans = rank_actions[rank], rank_spans[rank]
-            end = own_spans[-1][1] if own_spans else 0.0
-            for kind, stage, micro_batch in itertools.islice(actions, len(own_spans), None):
-                start = ready_times[kind][stage][micro_batch]
-                if start is None:
-                    still_waiting.append(rank)
-                    break
-                if end > start:
-                    start = end
-                end = start + seconds_by_kind[kind][stage]
-                own_spans.append((start, end))
-                if kind == FORWARD:
-                    if stage == last_stage:
-                        gradient_times[stage][micro_batch] = end
-                    else:
-                        forward_times[stage + 1][micro_batch] = end + send_s[stage]
-                elif kind != WEIGHT_BACKWARD:
-                    weight_times[stage][micro_batch] = end  # of the same rank
-                    if stage:
-                        gradient_times[stage - 1][micro_batch] = end + send_s[stage - 1]
-        if len(still_waiting) == len(waiting_ranks) and num_done == sum(map(len, rank_spans)):
-            raise ValueError(f"ranks wait for each other in {timetable}")
-        waiting_ranks = still_waiting
-    return [RankTimeline(actions, tuple(spans)) for actions, spans in zip(rank_actions, rank_spans, strict=True)]
-
-
-def compute_idle_share(
-    timelines: Sequence[RankTimeline], other_busy_s: Sequence[float] = (), step_s: float | None = None
-) -> float:
-    """Share of a step in which a rank is in no stage and in no optimizer, on average over ranks, as runs measure it.
-
-    Parameters
-    ----------
-    other_busy_s: sequence of float
-        Per rank: what it does beside its actions, such as the optimizer's step; nothing where it is not given.
-    step_s: float or None
-        Of the step; until the last action is over where it is not given.
-    """
-    step_seconds = max(timeline.end_s for timeline in timelines) if step_s is None else step_s
-    return 1 - (sum(timeline.busy_s for timeline in timelines) + sum(other_busy_s)) / (len(timelines) * step_seconds)

@@ -83,6 +83,16 @@ class AllocatorReplay:
         self.allocator.collect_late_frees(max(now, self.allocator.last_ready_time))
         self.num_retries += self.allocator.num_retries
 
+    def get_arrangement(self) -> tuple[list[object], list[float]]:
+        """All that what is played next depends on: what is held, and where; and when what other streams use comes back,
+        in seconds."""
+        held = sorted(self._held.items())
+        storages = [(kind, *item) for kind, blocks in sorted(self._storages.items()) for item in sorted(blocks.items())]
+        used_blocks = [*(block for _, blocks in held for block in blocks), *(block for _, _, block in storages)]
+        names = [*((name, len(blocks)) for name, blocks in held), *((kind, key) for kind, key, _ in storages)]
+        arrangement, ready_times = self.allocator.get_arrangement([*used_blocks, *self._kept_gradients])
+        return [*names, *arrangement], ready_times
+
     def hold(self, name: str, size: float, stream: str, now: float) -> None:
         """Hold bytes under a name."""
         if self._is_building:

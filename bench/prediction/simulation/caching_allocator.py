@@ -11,9 +11,13 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
+from collections.abc import Iterator, Sequence
 from itertools import count
 
 from bench.core.units import MIB
+
+SEGMENT_DISTANCE = 1 << 48
+"""Between the addresses of two segments, more than any has bytes."""
 
 MIN_BLOCK_BYTES = 512
 """Sizes are rounded up to a multiple of it (``kMinBlockSize``)."""
@@ -117,7 +121,7 @@ class CachingAllocator:
         self._capacity = capacity
         self._is_expandable = expandable_segments
         self._pools: dict[tuple[str, bool], _BlockPool] = {}
-        self._addresses = count(0, 1 << 48)
+        self._addresses = count(0, SEGMENT_DISTANCE)
         self._late_frees: list[tuple[float, int, Block]] = []
         self.allocated = self.active = self.reserved = 0
         self.peak_allocated = self.peak_active = self.peak_reserved = 0
@@ -172,6 +176,51 @@ class CachingAllocator:
     def last_ready_time(self) -> float:
         """When the last stream is done with what was freed; 0 where none uses it."""
         return max((ready_time for ready_time, _, _ in self._late_frees), default=0.0)
+
+    def get_arrangement(self, used_blocks: Sequence[Block]) -> tuple[list[object], list[float]]:
+        """All that what is allocated next depends on: where blocks are, in use or free, and what comes back late; and
+        when that does, in seconds.
+
+        Of addresses only the order counts: segments are numbered, since one that is given back and asked for again has
+        another address.
+
+        Parameters
+        ----------
+        used_blocks: sequence of Block
+            All that are allocated, in an order that says what each is for.
+        """
+        late_frees = sorted(self._late_frees, key=lambda late_free: late_free[:2])
+        used_blocks = [*used_blocks, *(block for _, _, block in late_frees)]
+        free_keys = [pool.free_keys for _, pool in sorted(self._pools.items())]
+        last_blocks = [pool.last_block for _, pool in sorted(self._pools.items())]
+        segments = {block.address // SEGMENT_DISTANCE for block in used_blocks}
+        segments.update(address // SEGMENT_DISTANCE for keys in free_keys for _, address in keys)
+        numbers = {segment: number for number, segment in enumerate(sorted(segments))}
+
+        def number_address(address: int) -> tuple[int, int]:
+            return numbers[address // SEGMENT_DISTANCE], address % SEGMENT_DISTANCE
+
+        arrangement = [
+            self.reserved,
+            [(block.size, number_address(block.address)) for block in used_blocks],
+            [[(size, number_address(address)) for size, address in keys] for keys in free_keys],
+            [block and number_address(block.address) for block in last_blocks],
+        ]
+        return arrangement, [ready_time for ready_time, _, _ in late_frees]
+
+    def get_counts(self) -> tuple[int, int]:
+        """Retries, and bytes asked of the device, since peaks were reset."""
+        return self.num_retries, self.device_allocated
+
+    def set_counts(self, counts: Iterator[float]) -> None:
+        """Go on counting from others."""
+        self.num_retries, self.device_allocated = int(next(counts)), int(next(counts))
+
+    def move_late_frees(self, ready_times: Iterator[float]) -> None:
+        """What comes back late does so at other times, in the order of `get_arrangement`."""
+        late_frees = sorted(self._late_frees, key=lambda late_free: late_free[:2])
+        self._late_frees = [(next(ready_times), address, block) for _, address, block in late_frees]
+        heapq.heapify(self._late_frees)
 
     def _find_pool(self, stream: str, size: int) -> _BlockPool:
         key = stream, size <= MAX_SMALL_BYTES

@@ -164,14 +164,9 @@ class RankMemory:
         self._part_bytes[ACTIVATION_MEMORY] += lasting_net_bytes
         self._part_bytes[TEMPORARY_MEMORY] += net_bytes - lasting_net_bytes
 
-    @property
-    def is_replayed(self) -> bool:
-        """Whether all of it is played through the model of the allocator."""
-        return self._replay is not None
-
     def list_held(self) -> tuple[list[object], list[float], int]:
         """Names and bytes of all that is held, and how many of the bytes are levels: the others are of parts, which may
-        give to each other what is held."""
+        give to each other what is held, and what the replayed allocator counts."""
         allocations, streams = sorted(self._allocations.items()), sorted(self._side_streams.items())
         names: list[object] = [
             *((name, part, stream) for name, (_, part, stream) in allocations),
@@ -182,7 +177,8 @@ class RankMemory:
             *(level for _, (level, _) in streams),
             *(self._allocated_bytes, self._side_stream_bytes, *self._late_bytes.values()),
         ]
-        return names, [*levels, *self._part_bytes.values()], len(levels)
+        counts = () if self._replay is None else self._replay.allocator.get_counts()
+        return names, [*levels, *self._part_bytes.values(), *counts], len(levels)
 
     def set_held(self, sizes: Iterator[float]) -> None:
         """Hold other sizes, in the order of `list_held`."""
@@ -193,3 +189,5 @@ class RankMemory:
         self._allocated_bytes, self._side_stream_bytes = next(sizes), next(sizes)
         self._late_bytes = {stream: next(sizes) for stream in self._late_bytes}
         self._part_bytes = {part: next(sizes) for part in self._part_bytes}
+        if self._replay is not None:
+            self._replay.allocator.set_counts(sizes)

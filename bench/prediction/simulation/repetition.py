@@ -1,5 +1,8 @@
 """Passes over a rank that change it by the same each: all but the last of them need not be simulated.
 
+So it is with several passes that take turns: what they ask of the caching allocator can come to lie in one of two
+places, and in the other one the next time.
+
 What a rank computes next depends on its times by sums and by the later of two alone. Where every time of its state has
 moved on by as much in one pass as in the pass before, it will in the next: what moves on slower than the rest, such as
 a processor that launches faster than the device computes, falls back further and decides nothing.
@@ -15,6 +18,10 @@ TIME_TOLERANCE = 1e-9
 """Of the longest move within a pass: by how much moves that are called equal may differ."""
 
 
+MAX_PERIOD = 4
+"""Passes that take turns, at most."""
+
+
 class Repetition:
     """What a rank was like after each of some passes that are alike."""
 
@@ -23,24 +30,28 @@ class Repetition:
         self._states: list[RankState] = []
 
     def leave_out(self, num_left: int) -> int:
-        """After a pass: move the rank on by all passes that are still to come but the last, if they need not be
-        simulated.
+        """After a pass: move the rank on by passes that are still to come, if they need not be simulated.
 
-        Memory is at its highest in the last one, since none is left out where any of it shrinks.
+        One is always left to be simulated, or, where several take turns, one of each.
+
+        Memory is at its highest in these, since none is left out where any of it shrinks.
 
         Returns
         -------
         int
-            Passes that are left out: none, or all but one.
+            Passes that are left out.
         """
         if num_left < 2 or self._simulated_rank.is_recorded:
             return 0
-        self._states = [*self._states[-2:], self._simulated_rank.get_state()]
-        if len(self._states) < 3 or not _are_evenly_spaced(*self._states):
-            return 0
-        _, previous, current = self._states
-        self._simulated_rank.set_state(current.extrapolate(previous, num_left - 1))
-        return num_left - 1
+        self._states = [*self._states[-2 * MAX_PERIOD :], self._simulated_rank.get_state()]
+        for period in range(1, min(MAX_PERIOD, num_left // 2, (len(self._states) - 1) // 2) + 1):
+            first, second, third = (self._states[-1 - turns * period] for turns in (2, 1, 0))
+            if _are_evenly_spaced(first, second, third):
+                num_periods = num_left // period - 1
+                self._simulated_rank.set_state(third.extrapolate(second, num_periods))
+                self._states = []
+                return num_periods * period
+        return 0
 
 
 def _are_evenly_spaced(first: RankState, second: RankState, third: RankState) -> bool:

@@ -65,7 +65,8 @@ class RankState:
     names: tuple[object, ...]
     """Of what the numbers are: those of two states can be compared where these are the same."""
     sizes: FloatArray
-    """Bytes: of each allocation, then of all together and of each part and stream."""
+    """Bytes: of each allocation, then of all together and of each part and stream; then what a replayed allocator
+    counts."""
     num_levels: int
     """Of `sizes`, all but the parts: parts may give to each other what is held."""
     seconds: FloatArray
@@ -144,8 +145,8 @@ class SimulatedRank(RankMemory):
 
     @property
     def is_recorded(self) -> bool:
-        """Whether everything that happens is written down, or played through the model of the allocator."""
-        return self._timeline is not None or self.is_replayed
+        """Whether everything that happens is written down."""
+        return self._timeline is not None
 
     def get_state(self) -> RankState:
         """As it is now."""
@@ -155,12 +156,15 @@ class SimulatedRank(RankMemory):
         names += [name for name, _ in (*events, *communicators)]
         names += [freed for _, *freed in late_frees]
         names += [len(events), len(self._late_free_times), len(self._collective_spans)]
+        replayed_names, replayed_times = self._replay.get_arrangement() if self._replay is not None else ([], [])
+        names += replayed_names
         seconds = [
             *(time for _, time in events),
             *(time for _, time in communicators),
             *self._late_free_times,
             *(time for time, *_ in late_frees),
             *itertools.chain.from_iterable(self._collective_spans),
+            *replayed_times,
             self.processor_time,
             *self.stream_times.values(),
             *self.spent_seconds.values(),
@@ -176,6 +180,8 @@ class SimulatedRank(RankMemory):
         self._late_free_times = deque(next(seconds) for _ in self._late_free_times)
         self._late_frees = sorted((next(seconds), size, stream) for _, size, stream in sorted(self._late_frees))
         self._collective_spans = deque((next(seconds), next(seconds)) for _ in self._collective_spans)
+        if self._replay is not None:
+            self._replay.allocator.move_late_frees(seconds)
         self.processor_time = next(seconds)
         self.stream_times = {stream: next(seconds) for stream in self.stream_times}
         self.spent_seconds = {kind: next(seconds) for kind in self.spent_seconds}

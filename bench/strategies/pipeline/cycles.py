@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from bench.strategies.pipeline.schedule import BACKWARD, WEIGHT_BACKWARD, PipelineAction, Timetable
 
@@ -11,8 +14,7 @@ MIN_REPETITIONS = 5
 """From which on a cycle is worth being told of."""
 
 
-@dataclass(frozen=True)
-class NumberedAction:
+class NumberedAction(NamedTuple):
     """An action of a rank, and where it stands among those of its kind and stage."""
 
     action: PipelineAction
@@ -24,51 +26,83 @@ class NumberedAction:
 class ActionCycle:
     """Actions that are done several times one after the other, but for their micro-batches."""
 
-    actions: Sequence[NumberedAction]
+    actions: tuple[PipelineAction, ...]
     """Of all repetitions."""
-    length: int
-    """Of one repetition."""
+    repetitions: int
+    counts_before: Counter[tuple[str, int]]
+    """Actions before the cycle, by their kind and stage."""
+    micro_batches: int
+
+    @property
+    def length(self) -> int:
+        """Actions of one repetition."""
+        return len(self.actions) // self.repetitions
+
+    def number_actions(self, repetition: int) -> list[NumberedAction]:
+        """The actions of one repetition. Gradients of weights are numbered as whole backward passes are."""
+        repeated = self.actions[repetition * self.length : (repetition + 1) * self.length]
+        keys = [_build_key(action) for action in repeated]
+        counts = {key: self.counts_before[key] + repetition * count for key, count in Counter(keys).items()}
+        numbered = []
+        for action, key in zip(repeated, keys, strict=True):
+            numbered.append(NumberedAction(action, counts[key], counts[key] == self.micro_batches - 1))
+            counts[key] += 1
+        return numbered
 
 
-def number_actions(timetable: Timetable, rank: int) -> list[NumberedAction]:
-    """The actions of a rank in order. Gradients of weights are numbered as whole backward passes are."""
-    counts: dict[tuple[str, int], int] = {}
-    numbered = []
-    for action in timetable.list_actions(rank):
-        key = (BACKWARD if action.kind == WEIGHT_BACKWARD else action.kind, action.stage)
-        num_before = counts.get(key, 0)
-        counts[key] = num_before + 1
-        numbered.append(NumberedAction(action, num_before, num_before == timetable.micro_batches - 1))
-    return numbered
+def _build_key(action: PipelineAction) -> tuple[str, int]:
+    return BACKWARD if action.kind == WEIGHT_BACKWARD else action.kind, action.stage
 
 
-def iterate_cycles(timetable: Timetable, rank: int) -> Iterator[ActionCycle]:
+@functools.lru_cache(maxsize=128)
+def list_cycles(timetable: Timetable, rank: int) -> tuple[ActionCycle, ...]:
     """The actions of a rank in order, divided into what repeats itself and what does not.
 
     First and last actions of their kind and stage differ from others: no cycle has them.
     """
-    numbered = number_actions(timetable, rank)
-    codes = [(each.action.kind, each.action.stage, each.num_before == 0, each.is_last) for each in numbered]
+    actions = timetable.list_actions(rank)
+    codes = _encode_actions(actions)
     kinds_per_micro_batch = len(codes) // timetable.micro_batches
     lengths = sorted({1, kinds_per_micro_batch, kinds_per_micro_batch * timetable.round_length})
+    cycles: list[ActionCycle] = []
+    counts: Counter[tuple[str, int]] = Counter()
+
+    def add_cycle(start: int, end: int, repetitions: int) -> None:
+        if start < end:
+            cycles.append(ActionCycle(actions[start:end], repetitions, counts.copy(), timetable.micro_batches))
+            counts.update(map(_build_key, actions[start:end]))
+
     start = single_start = 0
     while start < len(codes):
         for length in lengths:
             repetitions = _count_repetitions(codes, start, length)
             if repetitions >= MIN_REPETITIONS:
-                if single_start < start:
-                    yield ActionCycle(numbered[single_start:start], start - single_start)
+                add_cycle(single_start, start, 1)
                 end = start + repetitions * length
-                yield ActionCycle(numbered[start:end], length)
+                add_cycle(start, end, repetitions)
                 start = single_start = end
                 break
         else:
             start += 1
-    if single_start < start:
-        yield ActionCycle(numbered[single_start:], start - single_start)
+    add_cycle(single_start, start, 1)
+    return tuple(cycles)
 
 
-def _count_repetitions(codes: Sequence[tuple[str, int, bool, bool]], start: int, length: int) -> int:
+def _encode_actions(actions: Sequence[PipelineAction]) -> list[object]:
+    """Equal for actions of one kind in one stage, but for the first and the last of them."""
+    codes: list[object] = [action[:2] for action in actions]
+    first_indices: dict[tuple[str, int], int] = {}
+    last_indices: dict[tuple[str, int], int] = {}
+    for index, action in enumerate(actions):
+        key = _build_key(action)
+        first_indices.setdefault(key, index)
+        last_indices[key] = index
+    for index in (*first_indices.values(), *last_indices.values()):
+        codes[index] = index
+    return codes
+
+
+def _count_repetitions(codes: Sequence[object], start: int, length: int) -> int:
     """How often the codes from `start` on come one after the other."""
     if start + MIN_REPETITIONS * length > len(codes):
         return 1
