@@ -47,7 +47,7 @@ APART := $(filter-out tests/launch/test_slurm_units.py tests/launch/test_slurm_p
 TIMING := tests/calibration/test_cpu_times.py tests/prediction/test_answer_times.py
 
 # Long tests: one in so many, drawn anew with every commit.
-test test-extras: export LONG_TESTS_ONE_IN := 12
+test test-extras: export LONG_TESTS_ONE_IN := 20
 
 test-all:
 	$(MAKE) test LONG_TESTS_ONE_IN=1

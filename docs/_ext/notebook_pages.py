@@ -8,6 +8,7 @@ from typing import Any
 
 import nbformat
 from docutils import nodes
+from page_commands import draw_pages
 from sphinx.application import Sphinx
 from sphinx.errors import ExtensionError
 from sphinx.util.docutils import SphinxDirective
@@ -39,11 +40,11 @@ class NotebooksDirective(SphinxDirective):
 
 
 def write_pages(app: Sphinx, error: Exception | None) -> None:
-    """Carry out every notebook and write its page; one that fails fails the build."""
+    """Carry out every notebook that is drawn and write its page; one that fails fails the build."""
     if (
         error is None
         and app.builder.format == "html"
-        and render_notebooks(list_notebooks(), {}, Path(app.outdir) / FOLDER)
+        and render_notebooks(draw_pages(list_notebooks()), {}, Path(app.outdir) / FOLDER)
     ):
         raise ExtensionError("a notebook failed")
 

@@ -2,7 +2,8 @@
 
 A page's ``command`` blocks are executed in the order of the page, in a folder of their own with nothing but
 ``results`` in it, while the site is built; one that ends with another exit code than its block says stops the build.
-Outputs are kept under ``build/docs/commands`` until the commands of the page or the code change.
+Outputs are kept under ``build/docs/commands`` until the commands of the page or the code change. With
+``PAGES_ONE_IN=3`` in the environment one page in three is executed, others with every commit.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+import zlib
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -181,20 +183,42 @@ class CommandDirective(SphinxDirective):
 
 def _select_lines(text: str, span: str) -> str:
     lines = [line.rstrip() for line in text.splitlines()]
-    if span:
+    if span and text != NOT_DRAWN:
         first, _, last = span.partition("-")
         lines = lines[int(first or 1) - 1 : int(last) if last else None]
     return "\n".join(lines)
 
 
+NOT_DRAWN = "(not executed in this build)"
+
+
+def draw_pages(names: Sequence[str]) -> list[str]:
+    """All pages, or the share of them that the environment asks for, which this commit draws."""
+    num_shares = int(os.environ.get("PAGES_ONE_IN", "1"))
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    drawn = [name for name in names if is_drawn(name, commit, num_shares)]
+    if left_out := sorted({*names} - {*drawn}):
+        print(f"NOT RUN: {', '.join(left_out)}: other commits draw these pages, and `make docs` alone runs all")
+    return drawn
+
+
+def is_drawn(name: str, commit: str, num_shares: int) -> bool:
+    """Whether a page is in a commit's share, by a hash of both."""
+    return zlib.crc32(f"{commit} {name}".encode()) % num_shares == 0
+
+
 def execute_pages(app: Sphinx, _env: Any, docnames: Iterable[str]) -> None:
-    """Execute the commands of all pages, two pages at a time."""
+    """Execute the commands of all pages that are drawn, two pages at a time."""
     code_hash = hash_files("bench", "conf")
-    docnames = sorted({*docnames, *app.env.found_docs})
+    paths = {name: Path(app.env.doc2path(name)) for name in sorted({*docnames, *app.env.found_docs})}
+    num_blocks = {name: sum(block.is_directive for block in read_code_blocks(path)) for name, path in paths.items()}
+    drawn = draw_pages([name for name in paths if num_blocks[name]])
     with ThreadPoolExecutor(NUM_PROCESSES) as executor:
-        paths = [Path(app.env.doc2path(docname)) for docname in docnames]
-        outputs = executor.map(lambda path: execute_page(path, code_hash), paths)
-        app.page_outputs = dict(zip(docnames, outputs, strict=True))  # type: ignore[attr-defined]
+        outputs = executor.map(lambda name: execute_page(paths[name], code_hash), drawn)
+        app.page_outputs = {  # type: ignore[attr-defined]
+            **{name: [NOT_DRAWN] * num_blocks[name] for name in paths},
+            **dict(zip(drawn, outputs, strict=True)),
+        }
 
 
 def setup(app: Sphinx) -> dict[str, Any]:

@@ -7,8 +7,10 @@ it and prints the ratios.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -32,6 +34,10 @@ LIMITS = {"new question": 5.0, "same question": 0.8, "4,000 runs, new": 30.0, "4
 """Units from which on a change has made it slower: what it takes today, and some."""
 
 MAX_MEMORY_MIB = 500
+
+SEARCH = ("-m", "bench.predict", "model=llama3_405b", "gpus=512", "hardware=h100_80gb")
+SEARCH_TARGET_S, SEARCH_LIMIT_S = 20.0, 80.0
+"""For 1,000 layouts: what is asked for, and from which on a change has made it slower."""
 
 
 MEASURED = """
@@ -75,3 +81,21 @@ def test_answers_come_in_units_of_an_import(tmp_path, capsys):
     for name, (seconds, memory_mib) in measured.items():
         assert seconds / unit_s <= LIMITS[name], name
         assert memory_mib <= MAX_MEMORY_MIB or "runs" in name, name
+
+
+def test_layouts_are_searched_in_seconds_per_thousand(tmp_path, capsys):
+    """Traces included, in wall-clock time: the search shares its work among processors."""
+    environment = {**os.environ, "BENCH_CACHE": str(tmp_path / "cache"), "COLUMNS": "300"}
+    start_s = time.monotonic()
+    printed = subprocess.run(
+        [sys.executable, *SEARCH], cwd=tmp_path, env=environment, check=True, capture_output=True, text=True
+    ).stdout
+    elapsed_s = time.monotonic() - start_s
+    num_layouts = int(re.search(r"of ([\d,]+) layouts were predicted", printed)[1].replace(",", ""))
+    thousand_s = 1000 * elapsed_s / num_layouts
+    with capsys.disabled():
+        print(
+            f"\n1,000 layouts {thousand_s:.1f} s (asked for: {SEARCH_TARGET_S:g}), {num_layouts:,} in {elapsed_s:.0f} s"
+        )
+    assert num_layouts > 1000
+    assert thousand_s <= SEARCH_LIMIT_S

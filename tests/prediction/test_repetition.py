@@ -9,9 +9,12 @@ import numpy as np
 import pytest
 
 from bench.config.run_config import RunConfig
+from bench.core.units import MIB
 from bench.prediction.prediction import Prediction
-from bench.prediction.predictor import predict_run
+from bench.prediction.predictor import predict_run, replay_steps
 from bench.prediction.simulation import repetition
+from bench.prediction.simulation.caching_allocator import AllocatorFullError, CachingAllocator
+from bench.prediction.simulation.device_memory import compute_workspace_bytes
 from bench.prediction.simulation.repetition import Repetition
 from bench.prediction.simulation.simulated_rank import COMPUTE_STREAM, RankSpeed, SimulatedRank
 from bench.prediction.trace.chunks import Chunk
@@ -83,6 +86,74 @@ def test_micro_batches_that_are_left_out_change_nothing(name: str, monkeypatch) 
     shortened, whole, num_left_out = predict_twice(compose_run_config(*RUNS[name]), monkeypatch)
     assert num_left_out >= 5
     assert_equal(shortened, whole)
+
+
+REPLAYED = (
+    *("model=llama3_8b", "model.num_layers=8", "hardware=h100_80gb", "mode=predict", "precision=bf16"),
+    *("sequence_length=128", "gradient_accumulation=24"),
+)
+ON_512_GPUS = (*REPLAYED, "gpus=512", "batch_size_per_gpu=24")
+ON_16_GPUS = (*REPLAYED, "gpus=16", "batch_size_per_gpu=96")
+REPLAYED_RUNS = {
+    "fsdp": (*ON_16_GPUS, "strategy=fsdp"),
+    "fsdp, expandable segments": (*ON_16_GPUS, "strategy=fsdp", "expandable_segments=true"),
+    "fsdp, reduced every time": (*ON_512_GPUS, "strategy=fsdp", "gradient_accumulation_sync=true"),
+    "fsdp, checkpointed": (*ON_512_GPUS, "strategy=fsdp", "activation_checkpointing=full"),
+    "fsdp1, reduced every time": (*ON_512_GPUS, "strategy=fsdp1", "gradient_accumulation_sync=true"),
+    "fsdp1, checkpointed": (*ON_512_GPUS, "strategy=fsdp1", "activation_checkpointing=full"),
+}
+CAPACITY_SHARES = (10.0, 1.2, 1.15, 1.1, 1.05)
+"""Of what is allocated at the peak: enough, and less and less of it."""
+
+
+def replay(config: RunConfig, capacity: int) -> tuple[object, ...]:
+    """What the replayed allocator has counted, or that memory was full."""
+    try:
+        replayed = replay_steps(config, capacity)
+    except AllocatorFullError:
+        return ("full",)
+    allocator = replayed.allocator
+    peaks = (allocator.peak_allocated, allocator.peak_active, allocator.peak_reserved)
+    return (*peaks, allocator.reserved, allocator.device_allocated, replayed.num_retries)
+
+
+@pytest.mark.parametrize("name", REPLAYED_RUNS)
+def test_micro_batches_are_left_out_of_a_replay_too_and_change_nothing(name: str, monkeypatch) -> None:
+    """Where the allocator retries in every micro-batch as where it never does."""
+    config = compose_run_config(*REPLAYED_RUNS[name])
+    peak = predict_run(config).memory.allocated.value - compute_workspace_bytes(config)
+    leave_out, counts, outcomes = Repetition.leave_out, [], []
+
+    def count(self: Repetition, num_left: int) -> int:
+        counts.append(leave_out(self, num_left))
+        return counts[-1]
+
+    for share in CAPACITY_SHARES:
+        monkeypatch.setattr(Repetition, "leave_out", count)
+        outcomes.append(replay(config, round(share * peak)))
+        monkeypatch.setattr(Repetition, "leave_out", lambda self, num_left: 0)
+        assert outcomes[-1] == replay(config, round(share * peak)), share
+    assert sum(counts) >= 20
+    assert len(set(outcomes)) > 1
+
+
+def test_what_a_segment_that_comes_again_is_called_does_not_count() -> None:
+    """A block in a segment that was given back and asked for again lies where it did, for all that comes next; one of
+    another size does not."""
+
+    def arrange(*sizes: int) -> list[object]:
+        allocator = CachingAllocator(capacity=100 * MIB)
+        for size in sizes:
+            allocator.free(allocator.allocate(size, COMPUTE_STREAM))
+            block = allocator.allocate(60 * MIB, ALL_GATHER_STREAM)  # has what is cached given back
+            allocator.free(block)
+            kept = allocator.allocate(size, COMPUTE_STREAM)  # has the other given back
+            names = allocator.get_arrangement([kept])[0]
+            allocator.free(kept)
+        return names
+
+    assert arrange(50 * MIB) == arrange(50 * MIB, 50 * MIB)
+    assert arrange(50 * MIB) != arrange(52 * MIB)
 
 
 @pytest.mark.parametrize(

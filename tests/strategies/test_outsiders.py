@@ -110,6 +110,7 @@ def test_all_runs_are_there(rows: dict[tuple[str, str, str], Record]) -> None:
     assert {row["family"] for row in rows.values()} == {"gpt", "neox"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("model", ["gpt_tiny", "neox_tiny"])
 @pytest.mark.parametrize("strategy", ["local_sgd", "ddp"])
 def test_memory_is_as_rehearsed_and_as_predicted(
@@ -122,6 +123,7 @@ def test_memory_is_as_rehearsed_and_as_predicted(
     assert predicted == pytest.approx(measured, rel=0.01)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("model", ["gpt_tiny", "neox_tiny"])
 def test_averaging_is_part_of_the_predicted_peaks(model: str, rows: dict[tuple[str, str, str], Record]) -> None:
     """A buffer of all parameters, beside them, in one step of three: where the optimizer steps."""
@@ -170,6 +172,7 @@ def train_by_hand(config: RunConfig, num_steps: int) -> list[float]:
     return losses
 
 
+@pytest.mark.long
 def test_losses_are_those_of_an_independent_loop(rows: dict[tuple[str, str, str], Record]) -> None:
     row = rows["gpt_tiny", "local_sgd", "measured"]
     ddp_row = copy.deepcopy(rows["gpt_tiny", "ddp", "measured"])
@@ -179,6 +182,7 @@ def test_losses_are_those_of_an_independent_loop(rows: dict[tuple[str, str, str]
     assert row["losses"][:compared] != pytest.approx(ddp_row["losses"][:compared], rel=1e-5)
 
 
+@pytest.mark.long
 def test_speed_is_the_median_over_periods_of_their_mean(rows: dict[tuple[str, str, str], Record]) -> None:
     row = rows["gpt_tiny", "local_sgd", "measured"]
     assert row["timed_steps"] == 9, "seven were asked for, which are not whole periods"
