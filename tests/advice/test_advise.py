@@ -345,6 +345,7 @@ def test_a_cpu_with_too_little_memory_for_what_is_offloaded(capsys):
 QLORA_OVERRIDES = ("gpus=4", "finetune=qlora", "finetune.bits=8", "finetune.rank=4", "hardware.memory_limit_gib=0.03")
 
 
+@pytest.mark.long
 @needs_adapters
 def test_what_cannot_be_sharded_is_not_held_by_all_gpus_together(capsys):
     """The reason is the refusal, and of the network, which nothing that fits would use, nothing is said."""
@@ -388,6 +389,7 @@ PRECISION_CASES = {
 }
 
 
+@pytest.mark.long
 @needs_adapters
 @pytest.mark.parametrize("name", PRECISION_CASES)
 def test_precision_of_a_way(name, capsys, monkeypatch):

@@ -425,6 +425,7 @@ def test_adapters_stand_beside_linear_layers_of_blocks_alone(name: str, tmp_path
     assert not any("router" in name or ".experts." in name for name in trained)
 
 
+@pytest.mark.long
 @needs_both
 @pytest.mark.parametrize("settings", STAND_IN_SETTINGS, ids=" ".join)
 @pytest.mark.parametrize("name", STAND_IN_MODELS)
@@ -481,6 +482,7 @@ def test_a_row_says_how_to_run_it_again() -> None:
     assert compose_run_config("gpus=2", *rerun_overrides).run_id == config.run_id
 
 
+@pytest.mark.long
 @needs_both
 def test_frozen_weights_have_no_gradients_in_the_flops(monkeypatch: pytest.MonkeyPatch) -> None:
     length, rank, blocks, vocabulary, hidden = 16, 4, 5, 128, 32

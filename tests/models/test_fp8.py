@@ -16,6 +16,7 @@ from torch import nn
 from bench.config.compose import compose_config
 from bench.config.run_config import build_run_config
 from bench.core.errors import ImpossibleError, UsageError
+from bench.core.units import KIB
 from bench.hardware.detect import DetectedDevice, refuse_unsupported
 from bench.models import float8
 from bench.prediction.pipeline.stages import list_stage_traces
@@ -79,6 +80,10 @@ DIVIDED_RUNS = {
 }
 """Model and knobs, by what they come to."""
 
+HELD_BY_GLOO_BYTES = 16 * KIB
+"""Of layers that ranks share: a rank that is ahead of others holds what gloo has not sent for it yet, from run to run
+up to 11 KiB here."""
+
 COMPILED_AND_DIVIDED = ("mesh/fsdp2-cp2+ring", "mesh/ddp2-ep2", "mesh/cp2-tp2+ring+sequence")
 """Compiled in parts of blocks."""
 
@@ -106,7 +111,7 @@ def test_divided_models_train_in_8_bits_like_one_process_and_keep_what_is_predic
         expected = predict_run(compose_run_config(*run)).memory.allocated.value
         # Compiled, one buffer of the emulation is taken over by another sooner than predicted.
         worst = 0.1 if layout in COMPILED_AND_DIVIDED else 0.03
-        assert row["peak_allocated_bytes"] == pytest.approx(expected, rel=worst), layout
+        assert row["peak_allocated_bytes"] == pytest.approx(expected, rel=worst, abs=HELD_BY_GLOO_BYTES), layout
 
 
 @needs_library

@@ -154,6 +154,13 @@ def test_what_a_segment_that_comes_again_is_called_does_not_count() -> None:
 
     assert arrange(50 * MIB) == arrange(50 * MIB, 50 * MIB)
     assert arrange(50 * MIB) != arrange(52 * MIB)
+    both = [CachingAllocator(), CachingAllocator()]
+    sizes = ((50 * MIB, 52 * MIB), (52 * MIB, 50 * MIB))
+    names = [
+        allocator.get_arrangement([allocator.allocate(size, COMPUTE_STREAM) for size in pair])[0]
+        for allocator, pair in zip(both, sizes, strict=True)
+    ]
+    assert names[0] != names[1]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +46,21 @@ def summary() -> dict[str, Any]:
     return json.loads(ACCURACY_PAGE.with_name(SUMMARY_FILE).read_text(encoding="utf-8"))
 
 
+FP8_SAMPLES_ONE_IN = 3
+"""Of those in FP8, whose traces take several times as long."""
+
+
 def list_sample_lines(summary: dict[str, Any], *, in_fp8: bool) -> list[PublishedLine]:
-    """One configuration of every source, metric and device: those in FP8, some of which need torchao, or the others."""
+    """One configuration of every source, metric and device: a share of those in FP8, some of which need torchao, or the
+    others."""
     keys = set(pick_sample(summary, SAMPLE_PER_GROUP, read_commit()))
     lines = [line for line in list_published_lines() if build_configuration_key(line) in keys]
-    return [line for line in lines if bool(re.search("fp8|float8", line["precision"].lower())) == in_fp8]
+    lines = [line for line in lines if bool(re.search("fp8|float8", line["precision"].lower())) == in_fp8]
+    if not in_fp8:
+        return lines
+    draws = [zlib.crc32(f"{read_commit()} {build_configuration_key(line)}".encode()) for line in lines]
+    drawn = [line for line, draw in zip(lines, draws, strict=True) if draw % FP8_SAMPLES_ONE_IN == 0]
+    return drawn or lines[:1]
 
 
 def score_lines(lines: list[PublishedLine]) -> list[Score]:
