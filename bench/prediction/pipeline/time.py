@@ -20,11 +20,7 @@ from bench.prediction.pipeline.stages import SimulatedPipelineStage, find_shared
 from bench.prediction.prediction import PredictedRange, TimelineSpan, TimePrediction
 from bench.prediction.simulation.simulated_rank import RankSpeed, SimulatedRank
 from bench.prediction.simulation.step import OptimizerUpdate
-from bench.strategies.pipeline.schedule import (
-    BACKWARD,
-    FORWARD,
-    Timetable,
-)
+from bench.strategies.pipeline.schedule import BACKWARD, FORWARD, Timetable
 from bench.strategies.pipeline.step_plans import PlannedCollective, StagePlan
 from bench.strategies.step_plan import PIPELINE_GROUP
 
