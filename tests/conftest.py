@@ -7,7 +7,6 @@ import os
 import resource
 import subprocess
 import sys
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ from bench.launch.local import LocalLauncher
 from bench.launch.ranks import StopSignal
 from bench.launch.task import LaunchTask
 from bench.planning.request import parse_sweep_request
+from tests.commit_draws import is_drawn, read_commit
 from tests.fakecuda.library import fake_cuda  # noqa: F401
 from tests.slurm_cluster import idle_slurm, slurm  # noqa: F401
 
@@ -154,19 +154,9 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 LEFT_OUT_KEY = pytest.StashKey[Counter[str]]()
 
 
-def read_commit() -> str:
-    """The checked-out commit; nothing outside a repository."""
-    return subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-
-
 def draw_long_tests_to_leave_out(items: Sequence[pytest.Item], num_shares: int, commit: str) -> list[pytest.Item]:
-    """All long tests but one in `num_shares`, by a hash of the commit and of what the test is called: every process
-    draws the same."""
-    return [
-        item
-        for item in items
-        if item.get_closest_marker("long") and zlib.crc32(f"{commit} {item.nodeid}".encode()) % num_shares
-    ]
+    """All long tests but one in `num_shares`."""
+    return [item for item in items if item.get_closest_marker("long") and not is_drawn(item.nodeid, commit, num_shares)]
 
 
 # --- Tests that need an optional extra of the package.

@@ -17,7 +17,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import zlib
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -32,6 +31,7 @@ from sphinx.util import logging
 from sphinx.util.docutils import SphinxDirective
 
 from bench.core.files import replace_file
+from tests.commit_draws import is_drawn, read_commit
 
 ROOT = Path(__file__).resolve().parents[2]
 CACHE_FOLDER = ROOT / "build" / "docs" / "commands"
@@ -40,6 +40,8 @@ NUM_PROCESSES = 2
 TIME_LIMIT_S = 600
 NOT_EXECUTED = "not executed:"
 """In the info string of a code block, with the reason: its commands are not run by any test."""
+NOT_DRAWN = "(not executed in this build)"
+"""In the place of what commands print, on a page that the build does not execute."""
 
 BLOCK_PATTERN = re.compile(
     r"^(?P<fence>`{3,})(?P<info>[^\n`]*)\n(?P<body>.*?)^(?P=fence)[ \t]*$", re.DOTALL | re.MULTILINE
@@ -189,22 +191,14 @@ def _select_lines(text: str, span: str) -> str:
     return "\n".join(lines)
 
 
-NOT_DRAWN = "(not executed in this build)"
-
-
 def draw_pages(names: Sequence[str]) -> list[str]:
     """All pages, or the share of them that the environment asks for, which this commit draws."""
     num_shares = int(os.environ.get("PAGES_ONE_IN", "1"))
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    commit = read_commit()
     drawn = [name for name in names if is_drawn(name, commit, num_shares)]
     if left_out := sorted({*names} - {*drawn}):
         print(f"NOT RUN: {', '.join(left_out)}: other commits draw these pages, and `make docs` alone runs all")
     return drawn
-
-
-def is_drawn(name: str, commit: str, num_shares: int) -> bool:
-    """Whether a page is in a commit's share, by a hash of both."""
-    return zlib.crc32(f"{commit} {name}".encode()) % num_shares == 0
 
 
 def execute_pages(app: Sphinx, _env: Any, docnames: Iterable[str]) -> None:

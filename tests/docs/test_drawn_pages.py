@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from page_commands import NOT_DRAWN, _select_lines, draw_pages, is_drawn
+from page_commands import NOT_DRAWN, _select_lines, draw_pages
+
+from tests.commit_draws import is_drawn
 
 NAMES = [f"guides/page_{number}" for number in range(40)]
 

@@ -80,9 +80,9 @@ DIVIDED_RUNS = {
 }
 """Model and knobs, by what they come to."""
 
-HELD_BY_GLOO_BYTES = 16 * KIB
-"""Of layers that ranks share: a rank that is ahead of others holds what gloo has not sent for it yet, from run to run
-up to 11 KiB here."""
+ALIKE = tuple(layout for layout in DIVIDED_RUNS if "tp" in layout or layout.startswith("tensor_parallel"))
+"""Ranks share all layers and need the same, but one that is ahead of others holds what gloo has not sent for it yet,
+from run to run up to 11 KiB more. So the rank that needs least is as predicted."""
 
 COMPILED_AND_DIVIDED = ("mesh/fsdp2-cp2+ring", "mesh/ddp2-ep2", "mesh/cp2-tp2+ring+sequence")
 """Compiled in parts of blocks."""
@@ -111,7 +111,10 @@ def test_divided_models_train_in_8_bits_like_one_process_and_keep_what_is_predic
         expected = predict_run(compose_run_config(*run)).memory.allocated.value
         # Compiled, one buffer of the emulation is taken over by another sooner than predicted.
         worst = 0.1 if layout in COMPILED_AND_DIVIDED else 0.03
-        assert row["peak_allocated_bytes"] == pytest.approx(expected, rel=worst, abs=HELD_BY_GLOO_BYTES), layout
+        peaks = [rank["peak_allocated_bytes"] for rank in row["ranks"]]
+        assert max(peaks) == row["peak_allocated_bytes"]
+        assert (min(peaks) if layout in ALIKE else max(peaks)) == pytest.approx(expected, rel=worst), layout
+        assert max(peaks) <= (1 + worst) * expected + 16 * KIB, layout
 
 
 @needs_library

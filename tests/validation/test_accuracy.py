@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,8 @@ from bench.validation.readings import read_line
 from bench.validation.scores import Score, score_readings
 from bench.validation.shapes import QualitativeComparison
 from bench.validation.strategies import compare_strategies
-from tests.conftest import needs, read_commit
+from tests.commit_draws import is_drawn, read_commit
+from tests.conftest import needs
 from tests.reporting.test_report import overlaps
 
 SAMPLE_PER_GROUP = 1
@@ -58,9 +58,8 @@ def list_sample_lines(summary: dict[str, Any], *, in_fp8: bool) -> list[Publishe
     lines = [line for line in lines if bool(re.search("fp8|float8", line["precision"].lower())) == in_fp8]
     if not in_fp8:
         return lines
-    draws = [zlib.crc32(f"{read_commit()} {build_configuration_key(line)}".encode()) for line in lines]
-    drawn = [line for line, draw in zip(lines, draws, strict=True) if draw % FP8_SAMPLES_ONE_IN == 0]
-    return drawn or lines[:1]
+    commit = read_commit()
+    return [line for line in lines if is_drawn(build_configuration_key(line), commit, FP8_SAMPLES_ONE_IN)] or lines[:1]
 
 
 def score_lines(lines: list[PublishedLine]) -> list[Score]:

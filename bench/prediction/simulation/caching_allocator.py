@@ -189,7 +189,7 @@ class CachingAllocator:
         used_blocks: sequence of Block
             All that are allocated, in an order that says what each is for.
         """
-        late_frees = sorted(self._late_frees, key=lambda late_free: late_free[:2])
+        late_frees = sorted(self._late_frees)
         used_blocks = [*used_blocks, *(block for _, _, block in late_frees)]
         free_keys = [pool.free_keys for _, pool in sorted(self._pools.items())]
         last_blocks = [pool.last_block for _, pool in sorted(self._pools.items())]
@@ -218,9 +218,7 @@ class CachingAllocator:
 
     def move_late_frees(self, ready_times: Iterator[float]) -> None:
         """What comes back late does so at other times, in the order of `get_arrangement`."""
-        late_frees = sorted(self._late_frees, key=lambda late_free: late_free[:2])
-        self._late_frees = [(next(ready_times), address, block) for _, address, block in late_frees]
-        heapq.heapify(self._late_frees)
+        self._late_frees = sorted((next(ready_times), address, block) for _, address, block in sorted(self._late_frees))
 
     def _find_pool(self, stream: str, size: int) -> _BlockPool:
         key = stream, size <= MAX_SMALL_BYTES

@@ -61,7 +61,8 @@ def list_cycles(timetable: Timetable, rank: int) -> tuple[ActionCycle, ...]:
     First and last actions of their kind and stage differ from others: no cycle has them.
     """
     actions = timetable.list_actions(rank)
-    codes = _encode_actions(actions)
+    keys = [_build_key(action) for action in actions]
+    codes = _encode_actions(actions, keys)
     kinds_per_micro_batch = len(codes) // timetable.micro_batches
     lengths = sorted({1, kinds_per_micro_batch, kinds_per_micro_batch * timetable.round_length})
     cycles: list[ActionCycle] = []
@@ -70,7 +71,7 @@ def list_cycles(timetable: Timetable, rank: int) -> tuple[ActionCycle, ...]:
     def add_cycle(start: int, end: int, repetitions: int) -> None:
         if start < end:
             cycles.append(ActionCycle(actions[start:end], repetitions, counts.copy(), timetable.micro_batches))
-            counts.update(map(_build_key, actions[start:end]))
+            counts.update(keys[start:end])
 
     start = single_start = 0
     while start < len(codes):
@@ -88,15 +89,11 @@ def list_cycles(timetable: Timetable, rank: int) -> tuple[ActionCycle, ...]:
     return tuple(cycles)
 
 
-def _encode_actions(actions: Sequence[PipelineAction]) -> list[object]:
-    """Equal for actions of one kind in one stage, but for the first and the last of them."""
+def _encode_actions(actions: Sequence[PipelineAction], keys: Sequence[tuple[str, int]]) -> list[object]:
+    """Equal for actions of one kind in one stage, but for the first and the last of them that are numbered alike."""
     codes: list[object] = [action[:2] for action in actions]
-    first_indices: dict[tuple[str, int], int] = {}
-    last_indices: dict[tuple[str, int], int] = {}
-    for index, action in enumerate(actions):
-        key = _build_key(action)
-        first_indices.setdefault(key, index)
-        last_indices[key] = index
+    last_indices = {key: index for index, key in enumerate(keys)}
+    first_indices = {key: index for index, key in reversed([*enumerate(keys)])}
     for index in (*first_indices.values(), *last_indices.values()):
         codes[index] = index
     return codes
