@@ -32,7 +32,7 @@ from bench.validation.readings import read_line
 from bench.validation.scores import Score, score_readings
 from bench.validation.shapes import QualitativeComparison
 from bench.validation.strategies import compare_strategies
-from tests.commit_draws import is_drawn, read_commit
+from tests.commit_draws import draw, read_commit
 from tests.conftest import needs
 from tests.reporting.test_report import overlaps
 
@@ -46,20 +46,23 @@ def summary() -> dict[str, Any]:
     return json.loads(ACCURACY_PAGE.with_name(SUMMARY_FILE).read_text(encoding="utf-8"))
 
 
-FP8_SAMPLES_ONE_IN = 3
-"""Of those in FP8, whose traces take several times as long."""
+MOST_IN_FP8 = 6
+"""Configurations: the traces of those in FP8 take several times as long."""
+
+LEAST_CONFIGURATIONS = 6
+"""Fewer than these would say little of all."""
 
 
-def list_sample_lines(summary: dict[str, Any], *, in_fp8: bool) -> list[PublishedLine]:
-    """One configuration of every source, metric and device: a share of those in FP8, some of which need torchao, or the
+def list_sample_lines(summary: dict[str, Any], *, in_fp8: bool, commit: str) -> list[PublishedLine]:
+    """One configuration of every source, metric and device: some of those in FP8, some of which need torchao, or all
     others."""
-    keys = set(pick_sample(summary, SAMPLE_PER_GROUP, read_commit()))
+    keys = set(pick_sample(summary, SAMPLE_PER_GROUP, commit))
     lines = [line for line in list_published_lines() if build_configuration_key(line) in keys]
     lines = [line for line in lines if bool(re.search("fp8|float8", line["precision"].lower())) == in_fp8]
     if not in_fp8:
         return lines
-    commit = read_commit()
-    return [line for line in lines if is_drawn(build_configuration_key(line), commit, FP8_SAMPLES_ONE_IN)] or lines[:1]
+    drawn = draw({build_configuration_key(line) for line in lines}, commit, MOST_IN_FP8)
+    return [line for line in lines if build_configuration_key(line) in drawn]
 
 
 def score_lines(lines: list[PublishedLine]) -> list[Score]:
@@ -69,24 +72,26 @@ def score_lines(lines: list[PublishedLine]) -> list[Score]:
 
 @pytest.fixture(scope="module")
 def sample_scores(summary: dict[str, Any]) -> list[Score]:
-    return score_lines(list_sample_lines(summary, in_fp8=False))
+    return score_lines(list_sample_lines(summary, in_fp8=False, commit=read_commit()))
 
 
 @pytest.mark.slow
 def test_no_prediction_of_a_sample_is_worse_than_it_was(summary: dict[str, Any], sample_scores: list[Score]) -> None:
-    check_errors(summary, sample_scores, list_sample_lines(summary, in_fp8=False))
+    check_errors(summary, sample_scores, list_sample_lines(summary, in_fp8=False, commit=read_commit()))
 
 
 @needs("torchao")
 @pytest.mark.slow
 def test_no_prediction_of_a_sample_in_fp8_is_worse_than_it_was(summary: dict[str, Any]) -> None:
-    lines = list_sample_lines(summary, in_fp8=True)
+    lines = list_sample_lines(summary, in_fp8=True, commit=read_commit())
     check_errors(summary, score_lines(lines), lines)
 
 
 def check_errors(summary: dict[str, Any], scores: list[Score], lines: list[PublishedLine]) -> None:
     today = build_accuracy_summary(scores, [])
-    assert len(today["configurations"]) >= 0.9 * len({build_configuration_key(line) for line in lines}) > 5
+    asked = {build_configuration_key(line) for line in lines}
+    assert len(asked) >= LEAST_CONFIGURATIONS
+    assert len(today["configurations"]) >= 0.9 * len(asked)
     moved = compare_errors(summary, today)
     assert not any(error.is_worse for error in moved), (
         f"errors that moved (python -m bench.predict validate writes them anew):\n{render_moved(moved)}"
@@ -105,6 +110,15 @@ def test_every_commit_predicts_other_configurations_of_every_group(summary: dict
         assert sorted(groups[key] for key in keys) == sorted(set(groups.values()))
     assert len({key for keys in drawn for key in keys}) > 0.5 * len(groups)
     assert pick_sample(summary, 1, f"{0:040x}") == drawn[0]
+
+
+def test_every_commit_draws_enough_configurations(summary: dict[str, Any]) -> None:
+    for in_fp8 in (False, True):
+        for commit in range(40):
+            lines = list_sample_lines(summary, in_fp8=in_fp8, commit=f"{commit:040x}")
+            asked = {build_configuration_key(line) for line in lines}
+            assert len(asked) >= LEAST_CONFIGURATIONS
+            assert not in_fp8 or len(asked) <= MOST_IN_FP8
 
 
 def make_summary(**errors: float) -> dict[str, Any]:
