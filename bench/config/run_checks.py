@@ -56,6 +56,11 @@ def check_run(config: RunConfig) -> None:
         raise ImpossibleError(
             "expandable_segments=true is not valid on a CPU, which has no caching allocator: choose false."
         )
+    if config.gradient_accumulation_fusion and not config.is_predicted:
+        raise ImpossibleError(
+            f"gradient_accumulation_fusion=true is not valid with mode={config.mode}, since no run has Megatron's "
+            "kernels: choose false, or mode=predict."
+        )
     config.model.check_sequence_length(config.sequence_length)
     config.model.check_run(config.precision, config.gpus)
     if config.model.communicates:

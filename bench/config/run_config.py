@@ -94,6 +94,9 @@ class RunConfig:
     rehearse: Rehearsal = field(default_factory=Rehearsal)
     expandable_segments: bool = False
     """torch's caching allocator grows segments by pages (``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``)."""
+    gradient_accumulation_fusion: bool = False
+    """The products that make gradients of weights add them to those of earlier micro-batches, as Megatron's kernels do;
+    no run of the suite has them, and predicted memory is that without."""
 
     def __post_init__(self) -> None:
         check_run(self)

@@ -76,6 +76,7 @@ ADDED_FIELD_DEFAULTS: dict[str, object] = {
     "loss_chunks": None,
     "activation_offload": False,
     "expandable_segments": False,
+    "gradient_accumulation_fusion": False,
 }
 """The same of fields that are no sections."""
 

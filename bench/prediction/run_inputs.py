@@ -70,6 +70,7 @@ def build_plan_inputs(config: RunConfig, scaled_trace: ScaledTrace | None) -> Pl
         optimizer=config.optimizer,
         num_micro_batches=config.gradient_accumulation,
         keep_gradients=config.optimizer.keep_gradients,
+        gradient_accumulation_fusion=config.gradient_accumulation_fusion,
         outputs_bytes=outputs_bytes,
         logits_bytes=logits_bytes,
         is_on_cpu=config.hardware.device == "cpu",

@@ -252,6 +252,9 @@ class FirstDevicePlan(ReplicatedPlan):
             device.copy_within_device(name, 3 * self._total_gradient_bytes)
             device.free(name)
 
+    def after_backward(self, device: PlanDevice, unit: ShardingUnit) -> None:
+        """What all devices have computed is added later, as one."""
+
     def after_optimizer_step(self, device: PlanDevice) -> None:
         """Gradients go; the outputs are replaced in the next step."""
         device.free(f"outputs {self._micro_batch}")

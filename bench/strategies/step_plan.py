@@ -175,6 +175,8 @@ class PlanInputs:
     num_micro_batches: int
     keep_gradients: bool = False
     """Gradients are filled with zeros after a step, not freed."""
+    gradient_accumulation_fusion: bool = False
+    """Products add gradients to those of earlier micro-batches themselves."""
     outputs_bytes: float = 0.0
     """Of everything the model returns for a micro-batch."""
     logits_bytes: float = 0.0
@@ -320,6 +322,11 @@ class RankPlan(ABC):
     def allocate_persistent_state(self, device: PlanDevice) -> None:
         """What is held from one step to the next: parameters, optimizer state, buckets."""
 
+    def add_gradients(self, device: PlanDevice, added_bytes: float, sum_bytes: float) -> None:
+        """Gradients are added to those that are there, unless they were as they were computed."""
+        if not self.inputs.gradient_accumulation_fusion:
+            device.copy_within_device("add gradients", added_bytes + 2 * sum_bytes)
+
     @abstractmethod
     def after_optimizer_step(self, device: PlanDevice) -> None:
         """Gradients are no longer needed."""
@@ -414,6 +421,12 @@ class ReplicatedPlan(StepPlan):
     def choose_gradient_handling(self, unit: ShardingUnit) -> str:
         """They stay until the optimizer has used them; later micro-batches add to them."""
         return GRADIENTS_KEPT if self._micro_batch == 0 and not self.inputs.keep_gradients else GRADIENTS_ACCUMULATED
+
+    def after_backward(self, device: PlanDevice, unit: ShardingUnit) -> None:
+        """Autograd adds a gradient to the one that is there."""
+        if unit.trained_parameters and (self._micro_batch > 0 or self.inputs.keep_gradients):
+            size = sum(map(self.compute_gradient_bytes, unit.trained_parameters))
+            self.add_gradients(device, size, size)
 
     def after_optimizer_step(self, device: PlanDevice) -> None:
         """Set to None, or to zero."""

@@ -70,6 +70,7 @@ def _build_rank_plan(config: RunConfig, stages: Sequence[SimulatedPipelineStage]
         optimizer=config.optimizer,
         num_micro_batches=1,
         keep_gradients=config.optimizer.keep_gradients,
+        gradient_accumulation_fusion=config.gradient_accumulation_fusion,
         is_on_cpu=config.hardware.device == "cpu",
     )
     return config.strategy.plan_stages([stage.units for stage in stages], plan_inputs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -39,6 +40,10 @@ class StagePassSeconds:
     elapsed: float
     """In all."""
 
+    def add_computation(self, seconds: float) -> StagePassSeconds:
+        """The same with more to compute."""
+        return dataclasses.replace(self, computed=self.computed + seconds, elapsed=self.elapsed + seconds)
+
 
 def predict_pipeline_time(
     config: RunConfig,
@@ -57,14 +62,14 @@ def predict_pipeline_time(
         return None
     speed = rank_speed.build_rank_speed(config)
     pass_cache: dict[tuple[tuple[int, ...], str], StagePassSeconds] = {}
-    stage_passes = [
-        {phase: _simulate_stage_pass(stage, phase, speed, pass_cache) for phase in (FORWARD, BACKWARD)}
-        for stage in stages
-    ]
-    stage_seconds = [
-        StageSeconds(passes[FORWARD].elapsed, passes[BACKWARD].elapsed, min(stage.weight_s, passes[BACKWARD].elapsed))
-        for stage, passes in zip(stages, stage_passes, strict=True)
-    ]
+    stage_passes, stage_seconds = [], []
+    for index, stage in enumerate(stages):
+        passes = {phase: _simulate_stage_pass(stage, phase, speed, pass_cache) for phase in (FORWARD, BACKWARD)}
+        weight_s = min(stage.weight_s, passes[BACKWARD].elapsed)
+        adding_s = _compute_adding_seconds(plans[timetable.find_rank_of_stage(index)], stage, speed, timetable)
+        passes[BACKWARD] = passes[BACKWARD].add_computation(adding_s)
+        stage_passes.append(passes)
+        stage_seconds.append(StageSeconds(passes[FORWARD].elapsed, passes[BACKWARD].elapsed, weight_s + adding_s))
     send_s = [
         _compute_send_seconds(config, timetable, stage_index, stage.sent_bytes)
         for stage_index, stage in enumerate(stages[:-1])
@@ -174,6 +179,19 @@ def _simulate_stage_pass(
         spent = simulated_rank.spent_seconds
         pass_cache[cache_key] = StagePassSeconds(spent["compute"], spent["exposed"], simulated_rank.processor_time)
     return pass_cache[cache_key]
+
+
+def _compute_adding_seconds(
+    plan: StagePlan, stage: SimulatedPipelineStage, speed: RankSpeed, timetable: Timetable
+) -> float:
+    """Seconds in which a stage's gradients are added to those of earlier micro-batches, a kernel for each: of a
+    micro-batch, in the mean of a step. The first has nothing to add to, unless gradients of the last step became zero.
+    """
+    if plan.inputs.gradient_accumulation_fusion:
+        return 0.0
+    sizes = [plan.compute_added_bytes(parameter) for parameter in stage.units.parameters if parameter.is_trained]
+    seconds = len(sizes) * speed.min_kernel_s + sum(sizes) * speed.copy_s_per_byte
+    return seconds if plan.keeps_gradients else seconds * (1 - 1 / timetable.micro_batches)
 
 
 def _find_node_of_pipeline_rank(config: RunConfig, rank: int) -> int:

@@ -194,13 +194,16 @@ class FSDP2Plan(ShardedPlan):
         """Free the whole parameters, then reduce the gradients or keep them for the next micro-batch."""
         device.run_hooks()
         is_accumulated = unit.index in self._accumulated_units and self._reduces_in_other_dtype(unit)
+        if unit.index in self._accumulated_units and unit.trained_parameters:
+            added_bytes = self._sum_gradient_bytes(unit)
+            self.add_gradients(device, added_bytes, self._sum_cast_bytes(unit) if is_accumulated else added_bytes)
         if is_accumulated:
             self._accumulate_gradients(device, unit)
         if self._synchronize:
             self._divide_gradients(device, unit, is_accumulated=is_accumulated)
         self._reshard_unit(device, unit)
         if not self._synchronize:
-            if self._reduces_in_other_dtype(unit) and not is_accumulated:
+            if self._reduces_in_other_dtype(unit) and not is_accumulated and unit.trained_parameters:
                 self._cast_accumulated_gradients(device, unit)
             self._accumulated_units.add(unit.index)
             return
@@ -251,12 +254,23 @@ class FSDP2Plan(ShardedPlan):
             device.allocate(name, numel * self.inputs.parameter_itemsize, GRADIENT_MEMORY, stream=REDUCE_STREAM)
             if is_accumulated:
                 device.free(name)
+        if is_accumulated:
+            device.copy_within_device("add gradient shard", 3 * numel * self.inputs.parameter_itemsize)
         if output_name != shard_name and not self._has_replicas:
             device.free(output_name)
         self._gradient_shards.add(shard_name)
 
+    def _sum_gradient_bytes(self, unit: ShardingUnit) -> float:
+        return sum(map(self.compute_gradient_bytes, unit.trained_parameters))
+
+    def _sum_cast_bytes(self, unit: ShardingUnit) -> float:
+        """Of its gradients in the format that they are reduced in."""
+        return sum(parameter.gradient_numel for parameter in unit.trained_parameters) * self.inputs.reduce_itemsize
+
     def _cast_accumulated_gradients(self, device: PlanDevice, unit: ShardingUnit) -> None:
         """Without communication whole gradients stay, in the format they will be reduced in: one after the other."""
+        moved_bytes = self._sum_gradient_bytes(unit) + self._sum_cast_bytes(unit)
+        device.copy_within_device("to the format that is reduced", moved_bytes)
         cast_bytes = 0
         for parameter in unit.trained_parameters:
             cast_bytes += parameter.gradient_numel * self.inputs.reduce_itemsize

@@ -173,6 +173,9 @@ class FSDP1Plan(ShardedPlan):
         name = "added gradient" if is_accumulated else f"flat gradient {index}"
         device.allocate(name, size, GRADIENT_MEMORY, stream=ALL_GATHER_STREAM)
         device.copy_within_device("flat gradient", 2 * size)
+        if is_accumulated:
+            itemsize = parameter_itemsize if self._accumulates_in_shard(unit) else self._find_compute_itemsize(unit)
+            self.add_gradients(device, size, flat_numel * itemsize)
         device.record_event(name)
         device.follow_stream(ALL_GATHER_STREAM, name)
         device.free(name_unit_gradients(unit), after=ALL_GATHER_STREAM)
@@ -266,6 +269,8 @@ class FSDP1Plan(ShardedPlan):
         if result_name == shard_name:  # reduced where it is
             return
         device.free(result_name)
+        if shard_name in self._gradient_shards and self._sharding_factor > 1:
+            device.copy_within_device("add gradient shard", 3 * size)
         if (
             shard_name not in self._gradient_shards or self._sharding_factor == 1
         ):  # what was added to is replaced, by the stream that made it

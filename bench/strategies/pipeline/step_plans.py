@@ -125,6 +125,10 @@ class StagePlan(RankPlan):
         """Bytes of a gradient that stay when its first micro-batch is over, beyond what was there before."""
         return 0.0 if self.keeps_gradients else float(parameter.numel * self.parameter_itemsize)
 
+    def compute_added_bytes(self, parameter: ParameterSpec) -> float:
+        """Bytes read and written to add a gradient to that of earlier micro-batches."""
+        return 3.0 * parameter.numel * self.parameter_itemsize
+
     def takes_each_gradient(self, *, is_last_backward: bool) -> bool:
         """Whether each after_gradient of a backward is told of, by `after_gradient`, as it is complete."""
         return False
@@ -350,6 +354,10 @@ class ShardedStagePlan(StagePlan):
     def compute_kept_gradient_bytes(self, parameter: ParameterSpec) -> float:
         """Whole, in the format it is computed in, unless it is converted as soon as its unit is over."""
         return 0.0 if self._converts_gradients else float(parameter.gradient_numel * self._compute_itemsize)
+
+    def compute_added_bytes(self, parameter: ParameterSpec) -> float:
+        """Those that are there have the format they are reduced in."""
+        return float(parameter.gradient_numel * (self._compute_itemsize + 2 * self._reduce_itemsize))
 
     @property
     def _converts_gradients(self) -> bool:
