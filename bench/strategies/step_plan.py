@@ -338,6 +338,9 @@ class StepPlan(RankPlan):
     updates_on_host = False
     """Whether the processors of the machine carry out the optimizer's step."""
 
+    updates_tensors_apart = False
+    """Whether the optimizer is called for every tensor by itself."""
+
     _micro_batch = 0
     """Number of the present one in its step."""
 

@@ -258,6 +258,22 @@ def test_memory_in_bf16_and_with_persistent_parameters_is_predicted(execute: Exe
         assert record["peak_allocated_bytes"] == pytest.approx(expected, rel=0.03), run
 
 
+@needs_library
+@pytest.mark.slow
+def test_gradients_are_copied_for_the_optimizer_one_group_after_the_other(execute: Execute) -> None:
+    shape = ("model=gpt_tiny", "model.hidden_size=256", "model.num_layers=12", "sequence_length=8")
+    run = (*shape, "gpus=1", *BF16[:2], "batch_size_per_gpu=1", "strategy=deepspeed", "strategy.stage=3")
+    run = (*run, "strategy.reduce_bucket_size=200000", "optimizer.implementation=for_loop")
+    runs = [run, (*run, "strategy.sub_group_size=1000000")]
+    peaks = []
+    for run, record in zip(runs, execute(*runs), strict=True):
+        assert record["status"] == "ok", record["error"]
+        expected = predict_run(compose_run_config(*run)).memory.allocated.value
+        assert record["peak_allocated_bytes"] == pytest.approx(expected, rel=0.03), run
+        peaks.append(record["peak_allocated_bytes"])
+    assert peaks[1] < 0.9 * peaks[0]
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize(("threshold", "reuse"), [(0, 10**9), (0, 0), (100000, 10**9)])

@@ -410,6 +410,11 @@ def _predict_planned_update(config: RunConfig, plan: StepPlan) -> OptimizerUpdat
         )
         return OptimizerUpdate(host_copy_s + moved_bytes * memory_s_per_byte, 0, 0.0, on_host=True)
     whole_update = predict_device_update(config, plan.updated_tensors)
+    if plan.updates_tensors_apart:
+        updates = [predict_device_update(config, [tensor]) for tensor in plan.updated_tensors]
+        whole_update = dataclasses.replace(
+            whole_update, temporary_bytes=max(update.temporary_bytes for update in updates)
+        )
     if not plan.optimizer_transfer_bytes:
         return dataclasses.replace(whole_update, seconds=whole_update.seconds + host_copy_s)
     largest_tensor = max(plan.updated_tensors, key=lambda tensor: tensor.numel, default=UpdatedTensor((0,)))

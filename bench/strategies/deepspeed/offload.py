@@ -201,8 +201,7 @@ class DeepSpeedOffloadStage3Plan(DeepSpeedStage3Plan):
 
     @property
     def _own_numel(self) -> int:
-        (own_numel,) = self.updated_numels
-        return own_numel
+        return sum(self.updated_numels)
 
     @property
     def host_bytes(self) -> float:

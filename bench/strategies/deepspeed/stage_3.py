@@ -47,6 +47,7 @@ class Stage3Knobs:
     persistence_threshold: int
     max_live_numel: int
     max_reuse_numel: int
+    sub_group_numel: int
     overlaps_reduction: bool
 
 
@@ -64,8 +65,11 @@ class DeepSpeedStage3Plan(StepPlan):
 
     Gradients go into a buffer of `bucket_numel` elements, which is there all the time; when it is full, partitions are
     put one behind the other in a further one, reduced and scattered. A rank's partitions of all gradients lie in a
-    tensor of their own, in fp32, which is there all the time, too, and is copied for the optimizer, once a step.
+    tensor of their own, in fp32, which is there all the time, too, and is copied for the optimizer, once a step, one
+    group of partitions after the other.
     """
+
+    updates_tensors_apart = True
 
     def __init__(self, inputs: PlanInputs, knobs: Stage3Knobs) -> None:
         super().__init__(inputs)
@@ -101,13 +105,17 @@ class DeepSpeedStage3Plan(StepPlan):
 
     @property
     def updated_tensors(self) -> Sequence[UpdatedTensor]:
-        """All partitions of what is trained, as one tensor."""
-        trained_numels = (numel for name, numel in self._partition_numels.items() if self._parameters[name].is_trained)
-        return [UpdatedTensor((sum(trained_numels),))]
+        """Partitions of what is trained, as tensors of so many elements that one is full."""
+        group_numels = [0]
+        for parameter in self.inputs.trained_parameters:
+            if group_numels[-1] >= self._knobs.sub_group_numel:
+                group_numels.append(0)
+            group_numels[-1] += self._compute_partition_numel(parameter)
+        return [UpdatedTensor((numel,)) for numel in group_numels]
 
     def allocate_persistent_state(self, device: PlanDevice) -> None:
         """Partitions, a copy in fp32 to update, states, gradients' partitions, the bucket and scales."""
-        (own_numel,) = self.updated_numels
+        own_numel = sum(self.updated_numels)
         stored_numel = sum(self._partition_numels.values())
         stored_bytes = stored_numel * self._compute_itemsize + self.inputs.scale_bytes
         device.allocate("parameters", stored_bytes + own_numel * 4, PARAMETER_MEMORY)
@@ -333,10 +341,9 @@ class DeepSpeedStage3Plan(StepPlan):
         return self._micro_batch == self.inputs.num_micro_batches - 1
 
     def _prepare_update(self, device: PlanDevice) -> None:
-        (own_numel,) = self.updated_numels
         device.allocate("norm", NORM_ITEMSIZE * max(self._partition_numels.values()), GRADIENT_MEMORY)
         device.free("norm")
-        device.allocate("flat gradients", own_numel * 4, GRADIENT_MEMORY)
+        device.allocate("flat gradients", max(self.updated_numels) * 4, GRADIENT_MEMORY)
 
     def after_optimizer_step(self, device: PlanDevice) -> None:
         """The copy of the gradients is gone; persistent parameters are gathered, whose partitions have changed."""

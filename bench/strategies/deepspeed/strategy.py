@@ -39,6 +39,7 @@ from bench.strategies.stepper import Stepper
 STAGES = (0, 1, 2, 3)
 OFFLOAD_TARGETS = ("none", "cpu", "nvme")
 NUMEL_RANGE = Within(0, 10**15)
+DEFAULT_SUB_GROUP_SIZE = 10**9
 
 SHARDING_FACTOR_BY_STAGE = "stage"
 """The sharding factor that follows from the stage."""
@@ -114,6 +115,8 @@ class DeepSpeedStrategy(Strategy):
     """Elements that may be whole at a time in stage 3."""
     max_reuse_distance: Annotated[int, NUMEL_RANGE]
     """Parameters used again within so many elements stay whole in stage 3."""
+    sub_group_size: Annotated[int, Within(1, 10**15)] = DEFAULT_SUB_GROUP_SIZE
+    """Elements of its part that a rank updates at a time in stage 3, with a copy of their gradients."""
 
     supported_finetunes = ("full", "lora", "qlora")
     supported_mixings = (PARAMETER_MIXING,)
@@ -302,6 +305,7 @@ class DeepSpeedStrategy(Strategy):
             "stage3_param_persistence_threshold": self.param_persistence_threshold,
             "stage3_max_live_parameters": self.max_live_parameters,
             "stage3_max_reuse_distance": self.max_reuse_distance,
+            "sub_group_size": self.sub_group_size,
         }
         for section, target in (
             ("offload_optimizer", self.offload_optimizer),
@@ -372,6 +376,7 @@ class DeepSpeedStrategy(Strategy):
             persistence_threshold=self.param_persistence_threshold,
             max_live_numel=self.max_live_parameters,
             max_reuse_numel=self.max_reuse_distance,
+            sub_group_numel=self.sub_group_size,
             overlaps_reduction=bool(self.overlap_comm),
         )
         if not self.has_offloaded_state:
