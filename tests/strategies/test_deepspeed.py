@@ -150,7 +150,7 @@ def test_settings_that_nobody_gives_are_the_librarys_own(number: int) -> None:
         "strategy"
     ]
     buckets = ("reduce_bucket_size", "prefetch_bucket_size")
-    thresholds = ("param_persistence_threshold", "max_live_parameters", "max_reuse_distance")
+    thresholds = ("param_persistence_threshold", "max_live_parameters", "max_reuse_distance", "sub_group_size")
     names = ("overlap_comm", "contiguous_gradients", *buckets, *thresholds)
     script = f"from deepspeed.runtime.zero.config import *; own = DeepSpeedZeroConfig(stage={number})\n"
     script += f"print([getattr(own, name) for name in {names}])"
