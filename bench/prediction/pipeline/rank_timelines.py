@@ -25,9 +25,15 @@ class StageSeconds:
     backward: float
     weights: float = 0.0
     """Of `backward`, gradients of weights: what comes later where a schedule splits backward."""
+    additions: float = 0.0
+    """Of `weights`, adding them to those of earlier micro-batches, which the first backward has not."""
+
+    def find_first(self, kind: str) -> float:
+        """Seconds of an action of some kind, of the micro-batch that every stage runs backward first."""
+        return self.find(kind) - (self.additions if kind in (BACKWARD, WEIGHT_BACKWARD) else 0.0)
 
     def find(self, kind: str) -> float:
-        """Seconds of an action of some kind."""
+        """Seconds of an action of some kind of any other."""
         return {
             FORWARD: self.forward,
             BACKWARD: self.backward,
@@ -71,6 +77,7 @@ def simulate_timetable(
         Per stage but the last: seconds until what it sends is at the next one; gradients take as long back.
     """
     steps = _list_steps(timetable, stage_seconds, send_s)
+    first_micro_batch = find_first_backward(timetable)
     rank_actions = [timetable.list_actions(rank) for rank in range(timetable.ranks)]
     timelines = [RankTimeline(actions, [], []) for actions in rank_actions]
     remaining_actions = [iter(actions) for actions in rank_actions]
@@ -83,13 +90,13 @@ def simulate_timetable(
             end, remaining, action = ends[-1] if ends else 0.0, remaining_actions[rank], next_actions[rank]
             while action is not None:
                 kind, stage, micro_batch = action
-                ready_times, seconds, times_elsewhere, delay = steps[kind][stage]
+                ready_times, first_seconds, seconds, times_elsewhere, delay = steps[kind][stage]
                 start = ready_times[micro_batch]
                 if start is None:
                     break
                 if end > start:
                     start = end
-                end = start + seconds
+                end = start + (first_seconds if micro_batch == first_micro_batch else seconds)
                 starts.append(start)
                 ends.append(end)
                 if times_elsewhere is not None:
@@ -104,12 +111,20 @@ def simulate_timetable(
     return timelines
 
 
+def find_first_backward(timetable: Timetable) -> int:
+    """The micro-batch that every stage runs backward before all others."""
+    return next(action.micro_batch for action in timetable.list_actions(0) if action.kind != FORWARD)
+
+
 class _Step(NamedTuple):
     """What all micro-batches have in common in an action of one kind in one stage."""
 
     ready_times: list[float | None]
     """When what it needs is there, per micro-batch; None while that is not known."""
+    first_seconds: float
+    """Of the micro-batch that every stage runs backward first."""
     seconds: float
+    """Of the others."""
     times_elsewhere: list[float | None] | None
     """The same of the action that waits for this one; None where none does."""
     delay: float
@@ -131,6 +146,7 @@ def _list_steps(
         steps[FORWARD].append(
             _Step(
                 forward_times[stage],
+                seconds.find_first(FORWARD),
                 seconds.find(FORWARD),
                 gradient_times[stage] if is_last else forward_times[stage + 1],
                 0.0 if is_last else send_s[stage],
@@ -138,9 +154,12 @@ def _list_steps(
         )
         for kind in (BACKWARD, INPUT_BACKWARD):
             sent_times, delay = (gradient_times[stage - 1], send_s[stage - 1]) if stage else (None, 0.0)
-            steps[kind].append(_Step(gradient_times[stage], seconds.find(kind), sent_times, delay))
+            steps[kind].append(
+                _Step(gradient_times[stage], seconds.find_first(kind), seconds.find(kind), sent_times, delay)
+            )
         # The rank itself has made what gradients of weights need, in an action before.
-        steps[WEIGHT_BACKWARD].append(_Step(at_once, seconds.find(WEIGHT_BACKWARD), None, 0.0))
+        weight_seconds = seconds.find_first(WEIGHT_BACKWARD), seconds.find(WEIGHT_BACKWARD)
+        steps[WEIGHT_BACKWARD].append(_Step(at_once, *weight_seconds, None, 0.0))
     return steps
 
 

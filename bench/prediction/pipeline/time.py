@@ -64,12 +64,22 @@ def predict_pipeline_time(
     pass_cache: dict[tuple[tuple[int, ...], str], StagePassSeconds] = {}
     stage_passes, stage_seconds = [], []
     for index, stage in enumerate(stages):
+        plan = plans[timetable.find_rank_of_stage(index)]
         passes = {phase: _simulate_stage_pass(stage, phase, speed, pass_cache) for phase in (FORWARD, BACKWARD)}
-        weight_s = min(stage.weight_s, passes[BACKWARD].elapsed)
-        adding_s = _compute_adding_seconds(plans[timetable.find_rank_of_stage(index)], stage, speed, timetable)
-        passes[BACKWARD] = passes[BACKWARD].add_computation(adding_s)
-        stage_passes.append(passes)
-        stage_seconds.append(StageSeconds(passes[FORWARD].elapsed, passes[BACKWARD].elapsed, weight_s + adding_s))
+        backward_s = passes[BACKWARD].elapsed
+        added_s = _compute_addition_seconds(plan, stage, speed)
+        # The first micro-batch has nothing to add to, unless gradients of the last step became zero.
+        first_has_none = not plan.keeps_gradients
+        stage_seconds.append(
+            StageSeconds(
+                passes[FORWARD].elapsed,
+                backward_s + added_s,
+                min(stage.weight_s, backward_s) + added_s,
+                additions=added_s if first_has_none else 0.0,
+            )
+        )
+        mean_added_s = added_s * (1 - 1 / timetable.micro_batches) if first_has_none else added_s
+        stage_passes.append({**passes, BACKWARD: passes[BACKWARD].add_computation(mean_added_s)})
     send_s = [
         _compute_send_seconds(config, timetable, stage_index, stage.sent_bytes)
         for stage_index, stage in enumerate(stages[:-1])
@@ -181,17 +191,12 @@ def _simulate_stage_pass(
     return pass_cache[cache_key]
 
 
-def _compute_adding_seconds(
-    plan: StagePlan, stage: SimulatedPipelineStage, speed: RankSpeed, timetable: Timetable
-) -> float:
-    """Seconds in which a stage's gradients are added to those of earlier micro-batches, a kernel for each: of a
-    micro-batch, in the mean of a step. The first has nothing to add to, unless gradients of the last step became zero.
-    """
+def _compute_addition_seconds(plan: StagePlan, stage: SimulatedPipelineStage, speed: RankSpeed) -> float:
+    """Seconds in which a stage's gradients are added to those of earlier micro-batches, a kernel for each."""
     if plan.inputs.gradient_accumulation_fusion:
         return 0.0
     sizes = [plan.compute_added_bytes(parameter) for parameter in stage.units.parameters if parameter.is_trained]
-    seconds = len(sizes) * speed.min_kernel_s + sum(sizes) * speed.copy_s_per_byte
-    return seconds if plan.keeps_gradients else seconds * (1 - 1 / timetable.micro_batches)
+    return len(sizes) * speed.min_kernel_s + sum(sizes) * speed.copy_s_per_byte
 
 
 def _find_node_of_pipeline_rank(config: RunConfig, rank: int) -> int:
