@@ -329,6 +329,23 @@ def test_stage_3_copies_gradients_once_a_step_and_reduces_the_last_when_paramete
     assert most[0] == most[1]
 
 
+def test_stage_3_copies_gradients_of_one_group_at_a_time() -> None:
+    sharded = {"strategy.stage": 3, "strategy.sub_group_size": 20000, "strategy.reduce_bucket_size": 2000000}
+    plan, plan_inputs = plan_of(config(strategy="deepspeed", **sharded))
+    *full_groups, last_group = plan.updated_numels
+    largest_parameter = max(parameter.numel for parameter in plan_inputs.trained_parameters)
+    assert len(full_groups) > 2
+    assert all(20000 <= numel < 20000 + largest_parameter for numel in full_groups)
+    own_numel = sum(-(-parameter.numel // plan_inputs.world_size) for parameter in plan_inputs.trained_parameters)
+    assert sum(full_groups) + last_group == own_numel
+    device = Notebook()
+    plan.allocate_persistent_state(device)
+    held_before = device.total()
+    plan.begin_micro_batch(device, number=0, synchronize=True)
+    plan.after_micro_batch_backward(device)
+    assert device.total() - held_before == 4 * max(full_groups)
+
+
 # --- What DeepSpeed offloads: where it lies, what moves and how long that takes, by hand and by the library.
 
 
