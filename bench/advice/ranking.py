@@ -203,18 +203,48 @@ def rank_candidates(candidates: Sequence[Candidate]) -> CandidateRanking:
 def list_faster_candidates(candidates: Sequence[Candidate], step_s: float) -> list[Candidate]:
     """Those of a global batch that may take less than `step_s` seconds a step.
 
-    Each at the largest batch of which what is allocated fits, without a replay of the allocator, which takes several
-    times as long. A replay may ask for smaller batches: these are gathered for more often, and are not faster.
+    First those that may with the whole step as one batch, whether it fits or not: smaller batches are gathered for more
+    often, and are faster by no more than the products of some sizes are. Of these each at the largest batch of which
+    what is allocated fits, without a replay of the allocator, which takes several times as long: it may ask for smaller
+    batches, which are not faster.
     """
     candidates, _ = _set_oversized_apart(candidates)
+    as_one_batch = [_take_step_as_one_batch(candidate.config) for candidate in candidates]
+    candidates = _select_faster(candidates, as_one_batch, (1 + MAX_GAIN_OF_SMALLER_BATCHES) * step_s)
     batches = _search_batches([candidate.config for candidate in candidates])
-    configs = [_resize(*pair) for pair in zip(candidates, batches, strict=True)]
+    return _select_faster(candidates, [_resize(*pair) for pair in zip(candidates, batches, strict=True)], step_s)
+
+
+MAX_GAIN_OF_SMALLER_BATCHES = 0.05
+"""Of a step's time, without what the allocator's retries take of it."""
+
+
+def _take_step_as_one_batch(config: RunConfig) -> RunConfig | None:
+    """None where no run takes so much at once."""
+    sizes = config.valid_batch_sizes
+    with contextlib.suppress(ImpossibleError):
+        return config.resize_batch(sizes[-1]) if sizes else config
+    return None
+
+
+def _select_faster(
+    candidates: Sequence[Candidate], configs: Sequence[RunConfig | None], step_s: float
+) -> list[Candidate]:
+    """Those that, each as it is configured, would take less than `step_s` seconds a step, the allocator's retries left
+    out; and those of which nobody knows."""
+    known_configs = [config for config in configs if config is not None]
+    predictions = iter(predict_configs(known_configs, replay_allocator=False))
     return [
         candidate
-        for candidate, prediction in zip(candidates, predict_configs(configs, replay_allocator=False), strict=True)
-        if not isinstance(prediction, Unpredictable)
-        and (prediction.time is None or prediction.time.step_s.value < step_s)
+        for candidate, config in zip(candidates, configs, strict=True)
+        if config is None or _is_faster(next(predictions), step_s)
     ]
+
+
+def _is_faster(prediction: RunPrediction, step_s: float) -> bool:
+    if isinstance(prediction, Unpredictable):
+        return False
+    return prediction.time is None or prediction.time.step_s.value - prediction.time.retry_s < step_s
 
 
 def _resize(candidate: Candidate, largest_batch: int | None) -> RunConfig:

@@ -1,7 +1,8 @@
 """Figures of committed rows: ``python -m bench.report`` draws them while the site is built, once per state of the rows.
 
 The directive ``report-figure`` shows one by the name of its file, with the caption and the description for those who
-cannot see it that the report gives; the whole report of a store is a page of the site, too (``reports/STORE``).
+cannot see it that the report gives; the whole report of a store is a page of the site, too (``reports/STORE``). Where
+a share of the pages is executed, the same share of the reports is drawn.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from docutils import nodes
-from page_commands import NUM_PROCESSES, ROOT, hash_files
+from page_commands import NOT_DRAWN, NUM_PROCESSES, ROOT, draw_pages, hash_files
 from sphinx.application import Sphinx
 from sphinx.errors import ExtensionError
 from sphinx.util.docutils import SphinxDirective
@@ -46,10 +47,11 @@ FIGURE_PATTERN = re.compile(r'data-figure="([^"]+)" alt="([^"]*)".*?<figcaption>
 
 
 def draw_reports(app: Sphinx) -> None:
-    """Draw the report of every store whose rows, or the code, have changed."""
+    """Draw the report of every store whose rows, or the code, have changed, if it is in this build's share."""
     code_hash = hash_files("bench", "conf", "results/published")
+    drawn = draw_pages([f"reports/{name}" for name in STORES])
     with ThreadPoolExecutor(NUM_PROCESSES) as executor:
-        list(executor.map(lambda name: _draw_report(name, code_hash), STORES))
+        list(executor.map(lambda page: _draw_report(page.removeprefix("reports/"), code_hash), drawn))
 
 
 def _draw_report(name: str, code_hash: str) -> None:
@@ -86,6 +88,8 @@ class ReportFigureDirective(SphinxDirective):
         """The figures with their captions."""
         store, pattern = self.arguments
         folder = REPORTS_FOLDER / store
+        if not (folder / "captions.json").is_file():
+            return [nodes.literal_block(NOT_DRAWN, NOT_DRAWN)]
         captions = json.loads((folder / "captions.json").read_text(encoding="utf-8"))
         paths = sorted((folder / "figures").glob(f"{pattern}.svg"))
         if not paths:

@@ -34,6 +34,7 @@ def test_every_long_test_is_run_with_some_commit_and_no_other_is_left_out() -> N
     assert draw_long_tests_to_leave_out(items, 3, COMMITS[0]) == draw_long_tests_to_leave_out(items, 3, COMMITS[0])
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_last_lines_count_what_was_left_out(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text("from tests.conftest import *\n")

@@ -351,7 +351,14 @@ def list_block_products(run: tuple[str, ...]) -> tuple[list[KernelRecord], list[
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", [SMALL_LLAMA, SMALL_GPT, SMALL_MOE], ids=["llama", "gpt", "moe"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(SMALL_GPT, id="gpt"),
+        pytest.param(SMALL_LLAMA, id="llama", marks=pytest.mark.long),
+        pytest.param(SMALL_MOE, id="moe", marks=pytest.mark.long),
+    ],
+)
 def test_transformer_engine_multiplies_in_8_bits_what_bf16_s_kernels_rounded(model: tuple[str, ...]) -> None:
     run = (*model, *H100, *COMPILED)
     bf16, bf16_outside = list_block_products((*run, "precision=bf16"))

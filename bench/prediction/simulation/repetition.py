@@ -32,22 +32,25 @@ class Repetition:
     def leave_out(self, num_left: int) -> int:
         """After a pass: move the rank on by passes that are still to come, if they need not be simulated.
 
-        One is always left to be simulated, or, where several take turns, one of each.
-
-        Memory is at its highest in these, since none is left out where any of it shrinks.
+        Where memory grows, one is left to be simulated, or, where several take turns, one of each: memory is at its
+        highest in these, since none is left out where any of it shrinks.
 
         Returns
         -------
         int
             Passes that are left out.
         """
-        if num_left < 2 or self._simulated_rank.is_recorded:
+        if num_left < 1 or self._simulated_rank.is_recorded:
             return 0
         self._states = [*self._states[-2 * MAX_PERIOD :], self._simulated_rank.get_state()]
-        for period in range(1, min(MAX_PERIOD, num_left // 2, (len(self._states) - 1) // 2) + 1):
+        for period in range(1, min(MAX_PERIOD, num_left, (len(self._states) - 1) // 2) + 1):
             first, second, third = (self._states[-1 - turns * period] for turns in (2, 1, 0))
-            if _are_evenly_spaced(first, second, third):
-                num_periods = num_left // period - 1
+            if not _are_evenly_spaced(first, second, third):
+                continue
+            num_periods = num_left // period
+            if not np.array_equal(third.sizes, second.sizes):  # something grows
+                num_periods -= 1
+            if num_periods:
                 self._simulated_rank.set_state(third.extrapolate(second, num_periods))
                 self._states = []
                 return num_periods * period

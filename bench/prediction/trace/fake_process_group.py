@@ -17,20 +17,56 @@ from torch.utils._python_dispatch import _disable_current_modes
 from bench.models import Family
 from bench.strategies.tensor_parallel.split import TensorParallelSplit, localize_parameters
 
+_kept_groups: contextlib.ExitStack | None = None
+"""Where process groups stay when the trace is over that they were made for; None: they go."""
+
+
+@contextlib.contextmanager
+def keep_process_group() -> Iterator[None]:
+    """Within, the fake process group of the first trace stays for all others, and with it what DTensor has worked out
+    for its ranks, which takes a third of a trace: for traces of one model that is split in one way.
+
+    DTensor may use groups of the meshes of earlier traces, which are alike: those of tensor parallelism, of which
+    `split_model` yields nothing.
+    """
+    global _kept_groups
+    with contextlib.ExitStack() as _kept_groups:
+        try:
+            yield
+        finally:
+            _kept_groups = None
+
 
 @contextlib.contextmanager
 def join_fake_process_group(world_size: int) -> Iterator[None]:
-    """Within, this process is the first of so many ranks, which exchange nothing; nothing of it is left behind.
+    """Within, this process is the first of so many ranks, which exchange nothing; nothing of it is left behind, unless
+    it is kept.
 
     Raises
     ------
     RuntimeError
         If the process is a rank already.
     """
+    if _kept_groups is None:
+        with _make_process_group(world_size):
+            yield
+        return
+    is_kept = dist.is_initialized() and dist.get_backend() == FAKE_BACKEND and dist.get_world_size() == world_size
+    if not is_kept:
+        _kept_groups.enter_context(_make_process_group(world_size))
+    yield
+
+
+FAKE_BACKEND = "fake"
+"""Torch's, of its own tests."""
+
+
+@contextlib.contextmanager
+def _make_process_group(world_size: int) -> Iterator[None]:
     if dist.is_initialized():
         raise RuntimeError("a trace needs a process group of its own, and there is one already")
     excepthook = sys.excepthook  # torch puts one in its place that names the rank
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    dist.init_process_group(FAKE_BACKEND, store=FakeStore(), rank=0, world_size=world_size)
     try:
         yield
     finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
 
@@ -15,6 +15,7 @@ from bench.hardware import Hardware
 from bench.models.base import NONE
 from bench.prediction import cache
 from bench.prediction.cache import build_cache_key
+from bench.prediction.trace.fake_process_group import keep_process_group
 from bench.prediction.trace.scaled_trace import ScaledTrace, build_scaled_trace
 from bench.prediction.trace.stage_trace import StageTraceKey, trace_stage
 from bench.prediction.trace.trace import (
@@ -61,27 +62,16 @@ def load_traces(needed_traces: list[tuple[TraceKey | StageTraceKey, int]]) -> No
         _loaded_traces[missing_traces.pop(name)] = trace_from_plain(plain)
     if not missing_traces:
         return
-    num_workers = min(os.cpu_count() or 1, len(missing_traces))
+    groups = _group_by_shapes(missing_traces.values())
+    num_workers = min(os.cpu_count() or 1, len(groups))
     if processes.needs_isolation() or (num_workers > 1 and len(missing_traces) >= MIN_TRACES_FOR_PROCESSES):
         _preload_for_workers([key for key, _ in missing_traces.values()])
         with processes.open_worker_pool(num_workers) as pool:
-            futures = [
-                (group, pool.submit(_record_group, group)) for group in _group_by_shapes(missing_traces.values())
-            ]
-            outcomes = {
-                key_and_size: outcome
-                for group, future in track_progress(futures, len(futures), "tracing")
-                for key_and_size, outcome in zip(group, future.result(), strict=True)
-            }
-        new_traces = [
-            _record_or_note_failure(key_and_size, functools.partial(_unwrap_outcome, outcomes[key_and_size]))
-            for key_and_size in missing_traces.values()
-        ]
+            futures = [pool.submit(_record_group, group) for group in groups]
+            outcomes = _collect_outcomes(groups, (future.result() for future in futures))
     else:
-        new_traces = [
-            _record_or_note_failure(key_and_size, functools.partial(record_trace, *key_and_size))
-            for key_and_size in track_progress(missing_traces.values(), len(missing_traces), "tracing")
-        ]
+        outcomes = _collect_outcomes(groups, map(_record_group, groups))
+    new_traces = [_unwrap_outcome(key_and_size, outcomes[key_and_size]) for key_and_size in missing_traces.values()]
     _loaded_traces.update(zip(missing_traces.values(), new_traces, strict=True))
     cache.write_entries(
         "trace", {name: trace_to_plain(trace) for name, trace in zip(missing_traces, new_traces, strict=True)}
@@ -91,28 +81,41 @@ def load_traces(needed_traces: list[tuple[TraceKey | StageTraceKey, int]]) -> No
 def _group_by_shapes(
     keys_and_sizes: Iterable[tuple[TraceKey | StageTraceKey, int]],
 ) -> list[list[tuple[TraceKey | StageTraceKey, int]]]:
-    """Traces that differ in what is checkpointed alone: what an operator makes of some shapes is worked out once by
-    each process, and takes as long as the rest of a trace."""
+    """Traces that differ in what is checkpointed alone, or in which stage of the model they are of: what an operator
+    makes of some shapes is worked out once by each process, and takes as long as the rest of a trace."""
     groups: dict[Any, list[tuple[TraceKey | StageTraceKey, int]]] = {}
     for key, size in keys_and_sizes:
-        common_key = key if isinstance(key, StageTraceKey) else dataclasses.replace(key, activation_checkpointing=NONE)
-        groups.setdefault((common_key, size), []).append((key, size))
+        trace_key = key.trace_key if isinstance(key, StageTraceKey) else key
+        common_key = dataclasses.replace(trace_key, activation_checkpointing=NONE)
+        groups.setdefault((type(key), common_key, size), []).append((key, size))
     return list(groups.values())
 
 
 def _record_group(group: list[tuple[TraceKey | StageTraceKey, int]]) -> list[Trace | Exception]:
     """Each trace, or what was raised instead."""
     outcomes: list[Trace | Exception] = []
-    for key, size in group:
-        try:
-            outcomes.append(record_trace(key, size))
-        except Exception as error:  # whatever the model raised
-            outcomes.append(error)
+    with keep_process_group():
+        for key, size in group:
+            try:
+                outcomes.append(record_trace(key, size))
+            except Exception as error:  # whatever the model raised
+                outcomes.append(error)
     return outcomes
 
 
-def _unwrap_outcome(outcome: Trace | Exception) -> Trace:
+def _collect_outcomes(
+    groups: list[list[tuple[TraceKey | StageTraceKey, int]]], outcomes_by_group: Iterable[list[Trace | Exception]]
+) -> dict[tuple[TraceKey | StageTraceKey, int], Trace | Exception]:
+    return {
+        key_and_size: outcome
+        for group, outcomes in zip(groups, track_progress(outcomes_by_group, len(groups), "tracing"), strict=True)
+        for key_and_size, outcome in zip(group, outcomes, strict=True)
+    }
+
+
+def _unwrap_outcome(key_and_size: tuple[TraceKey | StageTraceKey, int], outcome: Trace | Exception) -> Trace:
     if isinstance(outcome, Exception):
+        _failed_traces[key_and_size] = outcome, outcome.__traceback__
         raise outcome
     return outcome
 
@@ -121,16 +124,6 @@ def _preload_for_workers(keys: Iterable[TraceKey | StageTraceKey]) -> None:
     """Import what models are built from once, before the processes are forked that build them."""
     families = {(key.trace_key if isinstance(key, StageTraceKey) else key).family for key in keys}
     processes.preload_if_forking(sorted({module for family in families for module in family.preload_modules}))
-
-
-def _record_or_note_failure(
-    key_and_size: tuple[TraceKey | StageTraceKey, int], run_recording: Callable[[], Trace]
-) -> Trace:
-    try:
-        return run_recording()
-    except Exception as error:
-        _failed_traces[key_and_size] = error, error.__traceback__
-        raise
 
 
 def get_loaded_traces() -> dict[tuple[TraceKey | StageTraceKey, int], Trace]:

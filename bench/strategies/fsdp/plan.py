@@ -119,6 +119,9 @@ class FSDP2Plan(ShardedPlan):
             sum(numel * size for numel, size in trained_shards),
             sum(self._list_recut_bytes(unit.parameters)),
             tuple(self._list_recut_bytes(unit.trained_parameters)),
+            sum(map(self.compute_gradient_bytes, unit.trained_parameters)),
+            sum(parameter.gradient_numel for parameter in unit.trained_parameters) * self.inputs.reduce_itemsize,
+            self.count_unit_shards(unit),
         )
 
     def compute_shard_numel(self, unit: ShardingUnit) -> int:
@@ -193,10 +196,11 @@ class FSDP2Plan(ShardedPlan):
     def after_backward(self, device: PlanDevice, unit: ShardingUnit) -> None:
         """Free the whole parameters, then reduce the gradients or keep them for the next micro-batch."""
         device.run_hooks()
+        sizes = self._unit_sizes[unit.index]
         is_accumulated = unit.index in self._accumulated_units and self._reduces_in_other_dtype(unit)
         if unit.index in self._accumulated_units and unit.trained_parameters:
-            added_bytes = self._sum_gradient_bytes(unit)
-            self.add_gradients(device, added_bytes, self._sum_cast_bytes(unit) if is_accumulated else added_bytes)
+            kept_bytes = sizes.cast_gradient_bytes if is_accumulated else sizes.gradient_bytes
+            self.add_gradients(device, sizes.gradient_bytes, kept_bytes)
         if is_accumulated:
             self._accumulate_gradients(device, unit)
         if self._synchronize:
@@ -208,7 +212,6 @@ class FSDP2Plan(ShardedPlan):
             self._accumulated_units.add(unit.index)
             return
         self._accumulated_units.discard(unit.index)
-        sizes = self._unit_sizes[unit.index]
         if not sizes.trained_shard_numel:
             return
         if self._reduce_input_unit is not None:
@@ -219,15 +222,13 @@ class FSDP2Plan(ShardedPlan):
             device.allocate("recut", size, REDUCTION_MEMORY)
             device.copy_within_device("recut", 2 * size)
             device.free("recut")
-        num_shards = self.count_unit_shards(unit)
+        num_shards = sizes.num_shards
         reduce_bytes = sizes.trained_shard_numel * num_shards * self.inputs.reduce_itemsize
         device.allocate(f"reduce input {unit.index}", reduce_bytes, REDUCTION_MEMORY)
         if self.inputs.is_on_cpu:
             itemsize = self.inputs.reduce_itemsize if is_accumulated else self._find_compute_itemsize(unit)
             reduced = [self._recut(parameter) for parameter in unit.trained_parameters]
-            allocate_copy_in_briefly(
-                device, reduced, self.count_unit_shards(unit), itemsize, self.inputs.reduce_itemsize
-            )
+            allocate_copy_in_briefly(device, reduced, num_shards, itemsize, self.inputs.reduce_itemsize)
         device.copy_within_device(REDUCE_INPUT, sizes.gradient_shard_bytes * num_shards + reduce_bytes)
         self._free_gradients(device, unit)
         self._reduce_gradients(device, unit, reduce_bytes)
@@ -260,17 +261,10 @@ class FSDP2Plan(ShardedPlan):
             device.free(output_name)
         self._gradient_shards.add(shard_name)
 
-    def _sum_gradient_bytes(self, unit: ShardingUnit) -> float:
-        return sum(map(self.compute_gradient_bytes, unit.trained_parameters))
-
-    def _sum_cast_bytes(self, unit: ShardingUnit) -> float:
-        """Of its gradients in the format that they are reduced in."""
-        return sum(parameter.gradient_numel for parameter in unit.trained_parameters) * self.inputs.reduce_itemsize
-
     def _cast_accumulated_gradients(self, device: PlanDevice, unit: ShardingUnit) -> None:
         """Without communication whole gradients stay, in the format they will be reduced in: one after the other."""
-        moved_bytes = self._sum_gradient_bytes(unit) + self._sum_cast_bytes(unit)
-        device.copy_within_device("to the format that is reduced", moved_bytes)
+        sizes = self._unit_sizes[unit.index]
+        device.copy_within_device("to the format that is reduced", sizes.gradient_bytes + sizes.cast_gradient_bytes)
         cast_bytes = 0
         for parameter in unit.trained_parameters:
             cast_bytes += parameter.gradient_numel * self.inputs.reduce_itemsize
@@ -280,10 +274,9 @@ class FSDP2Plan(ShardedPlan):
 
     def _accumulate_gradients(self, device: PlanDevice, unit: ShardingUnit) -> None:
         """Gradients are added to those that stayed, one after the other, which a CPU converts first."""
-        for parameter in unit.trained_parameters:
-            if self.inputs.is_on_cpu:
-                device.allocate("converted", parameter.gradient_numel * self.inputs.reduce_itemsize, GRADIENT_MEMORY)
-                device.free("converted")
+        for parameter in unit.trained_parameters if self.inputs.is_on_cpu else ():
+            device.allocate("converted", parameter.gradient_numel * self.inputs.reduce_itemsize, GRADIENT_MEMORY)
+            device.free("converted")
             device.grow_allocation(name_unit_gradients(unit), -self.compute_gradient_bytes(parameter), GRADIENT_MEMORY)
         device.free(name_unit_gradients(unit))
 
@@ -315,31 +308,22 @@ class FSDP2Plan(ShardedPlan):
             return
         self._gathering_units.add(unit.index)
         device.run_hooks()
-        self._upload_shard(device, unit, self._unit_sizes[unit.index].upload_bytes)
-        num_shards = self.count_unit_shards(unit)
-        if num_shards == 1:
+        sizes = self._unit_sizes[unit.index]
+        self._upload_shard(device, unit, sizes.upload_bytes)
+        if sizes.num_shards == 1:
             return
-        shard_bytes = self._unit_sizes[unit.index].shard_bytes
-        if self._casts_unit(unit):
-            device.allocate(
-                "cast", self._unit_sizes[unit.index].cast_bytes, ALL_GATHER_MEMORY, stream=ALL_GATHER_STREAM
-            )
+        gathered_bytes = sizes.shard_bytes * sizes.num_shards
+        casts = self._casts_unit(unit)
+        if casts:
+            device.allocate("cast", sizes.cast_bytes, ALL_GATHER_MEMORY, stream=ALL_GATHER_STREAM)
             device.free(f"upload {unit.index}")
-        device.allocate(
-            f"buffer {unit.index}",
-            shard_bytes * num_shards,
-            ALL_GATHER_MEMORY,
-            stream=ALL_GATHER_STREAM,
-        )
-        device.free("cast")
-        device.free(f"upload {unit.index}")
-        device.run_collective(
-            f"all-gather {unit.index}",
-            "all-gather",
-            shard_bytes * self.count_unit_shards(unit),
-            self.find_shard_group(unit),
-            ALL_GATHER_STREAM,
-        )
+        device.allocate(f"buffer {unit.index}", gathered_bytes, ALL_GATHER_MEMORY, stream=ALL_GATHER_STREAM)
+        if casts:
+            device.free("cast")
+        else:
+            device.free(f"upload {unit.index}")
+        group = self.find_shard_group(unit)
+        device.run_collective(f"all-gather {unit.index}", "all-gather", gathered_bytes, group, ALL_GATHER_STREAM)
 
     def _copy_out_all_gather(self, device: PlanDevice, unit: ShardingUnit, *, forward: bool) -> None:
         if unit.index not in self._gathering_units:
@@ -347,7 +331,7 @@ class FSDP2Plan(ShardedPlan):
         self._gathering_units.discard(unit.index)
         self._unsharded_units.add(unit.index)
         sizes = self._unit_sizes[unit.index]
-        num_shards = self.count_unit_shards(unit)
+        num_shards = sizes.num_shards
         unsharded_bytes = sizes.shard_bytes * num_shards
         if num_shards > 1:
             device.wait_for_event(f"all-gather {unit.index}")
@@ -359,9 +343,11 @@ class FSDP2Plan(ShardedPlan):
             device.follow_stream(ALL_GATHER_STREAM, f"copied {self._forward_buffer}")
         device.allocate(f"whole {unit.index}", unsharded_bytes, ALL_GATHER_MEMORY)
         recut_bytes = sizes.recut_bytes if num_shards > 1 else 0
-        device.allocate("recut", recut_bytes, ALL_GATHER_MEMORY)
+        if recut_bytes:
+            device.allocate("recut", recut_bytes, ALL_GATHER_MEMORY)
         device.copy_within_device("copy out", 2 * (unsharded_bytes + recut_bytes))
-        device.free("recut")
+        if recut_bytes:
+            device.free("recut")
         device.record_event(f"copied buffer {unit.index}")
         if forward:
             self._free_forward_buffer(device)
@@ -411,6 +397,12 @@ class _UnitSizes:
     """Whole bytes, in that format, of parameters that are not cut along the first dimension."""
     trained_recut_bytes: tuple[int, ...]
     """Of each of these that has a gradient."""
+    gradient_bytes: float
+    """Of its whole gradients in the format they are computed in."""
+    cast_gradient_bytes: float
+    """Of these in the format they are reduced in."""
+    num_shards: int
+    """Ranks that it is sharded over."""
 
 
 def _compute_cast_peak_bytes(sizes: Sequence[int], casts: Sequence[bool]) -> int:
