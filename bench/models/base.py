@@ -180,6 +180,10 @@ class Family(ABC):
     can_divide_expert_layers: ClassVar[bool] = False
     """Whether it says so of all but the experts, which are divided otherwise."""
 
+    scales_with_batch: ClassVar[bool] = False
+    """Whether every dimension of its tensors has the batch as a factor or does not depend on it, nothing rounded: then
+    one trace gives those of all batches."""
+
     communicates: ClassVar[bool] = False
     """Whether the model itself exchanges something among all ranks, by functional collectives, and divides buffers
     among them: every rank must then run the whole model on samples of its own."""

@@ -60,6 +60,7 @@ class GPTFamily(Family):
 
     preload_modules: ClassVar[tuple[str, ...]] = ("transformers.models.gpt2.modeling_gpt2",)
     can_divide_layers: ClassVar[bool] = True
+    scales_with_batch: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.hidden_size % self.num_heads:

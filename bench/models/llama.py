@@ -35,6 +35,7 @@ class LlamaFamily(DecoderFamily):
 
     preload_modules: ClassVar[tuple[str, ...]] = ("transformers.models.llama.modeling_llama",)
     can_divide_layers: ClassVar[bool] = True
+    scales_with_batch: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

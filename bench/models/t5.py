@@ -69,6 +69,7 @@ class T5Family(Family):
 
     preload_modules: ClassVar[tuple[str, ...]] = ("transformers.models.t5.modeling_t5",)
     can_divide_layers: ClassVar[bool] = True
+    scales_with_batch: ClassVar[bool] = True
 
     def build_model(self) -> nn.Module:
         """`T5ForConditionalGeneration` on meta."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -38,18 +37,6 @@ class MovedError:
     def is_worse(self) -> bool:
         """By more than the margin."""
         return self.growth > self.margin
-
-
-def pick_sample(summary: Mapping[str, Any], per_group: int, commit: str) -> list[str]:
-    """Keys of some configurations of every group; of another commit others."""
-
-    def hash_key(key: str) -> str:
-        return hashlib.sha256(f"{commit} {key}".encode()).hexdigest()
-
-    groups: dict[str, list[str]] = {}
-    for key, entry in summary["configurations"].items():
-        groups.setdefault(entry["group"], []).append(key)
-    return [key for keys in groups.values() for key in sorted(keys, key=hash_key)[:per_group]]
 
 
 def compare_errors(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[MovedError]:

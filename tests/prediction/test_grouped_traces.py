@@ -10,7 +10,7 @@ from bench.prediction.predictor import _list_traces
 from bench.prediction.run_inputs import build_trace_key
 from bench.prediction.trace import trace_cache
 from bench.prediction.trace.fake_process_group import join_fake_process_group, keep_process_group
-from bench.prediction.trace.trace import Trace, trace_to_plain
+from bench.prediction.trace.trace import Trace
 from tests.conftest import SMALL_LLAMA, SMALL_MOE, compose_run_config
 
 ON_H100 = ("hardware=h100_80gb", "mode=predict", "precision=bf16", "sequence_length=64", "batch_size_per_gpu=8")
@@ -28,7 +28,7 @@ LAYOUTS = {
 }
 
 
-def list_needed_traces(layout: tuple[str, ...]) -> list[tuple[trace_cache.TraceKey | trace_cache.StageTraceKey, int]]:
+def list_needed_traces(layout: tuple[str, ...]) -> list[trace_cache.KeyAndSize]:
     """Of two kinds of checkpointing."""
     configs = [compose_run_config(*layout, f"activation_checkpointing={mode}") for mode in ("none", "full")]
     return list(dict.fromkeys(trace for config in configs for trace in _list_traces(config)))
@@ -46,16 +46,15 @@ def list_needed_traces(layout: tuple[str, ...]) -> list[tuple[trace_cache.TraceK
     ],
 )
 def test_traces_of_a_group_are_those_recorded_alone(layout: tuple[str, ...]) -> None:
-    needed = list_needed_traces(layout)
-    groups = trace_cache._group_by_shapes(needed)
+    groups = trace_cache._group_by_shapes(list_needed_traces(layout), num_workers=1)
     assert all(len(group) >= 2 for group in groups)
     for group in groups:
         outcomes = trace_cache._record_group(group)
         assert not dist.is_initialized()
-        for key_and_size, outcome in zip(group, outcomes, strict=True):
-            assert isinstance(outcome, Trace)
-            assert trace_to_plain(outcome) == trace_to_plain(trace_cache.record_trace(*key_and_size))
-        assert any(segment.collectives for outcome in outcomes for segment in outcome.segments)  # type: ignore[union-attr]
+        for key_and_size, outcome in outcomes.items():
+            assert outcome == trace_cache.record_trace(*key_and_size)
+        traces = [outcome for outcome in outcomes.values() if isinstance(outcome, Trace)]
+        assert any(segment.collectives for trace in traces for segment in trace.segments)
 
 
 def test_all_stages_of_a_model_are_one_group_and_other_splits_another() -> None:
@@ -63,26 +62,33 @@ def test_all_stages_of_a_model_are_one_group_and_other_splits_another() -> None:
     stages = list_stage_traces(config, build_trace_key(config))
     other = compose_run_config(*LAYOUTS["tensor x context x pipeline"], "strategy.context=1")
     other_stages = list_stage_traces(other, build_trace_key(other))
-    groups = trace_cache._group_by_shapes([*stages, *other_stages])
-    assert sorted(len(group) for group in groups) == [2, 2, 2, 2]  # two stages at two sizes each
-    assert all(len({(key.trace_key, size) for key, size in group}) == 1 for group in groups)  # type: ignore[union-attr]
+    needed = [*stages, *other_stages]
+    groups = trace_cache._group_by_shapes(needed, num_workers=2)
+    assert [len(group) for group in groups] == [2, 2]  # two stages, each at two sizes
+    assert all(len({(key.trace_key, sizes) for key, sizes in group}) == 1 for group in groups)  # type: ignore[union-attr]
+    shared = trace_cache._group_by_shapes(stages, num_workers=2)
+    assert [len(group) for group in shared] == [1, 1]
+    for some_groups, asked in ((groups, needed), (shared, stages)):
+        grouped = [(key, size) for group in some_groups for key, sizes in group for size in sizes]
+        assert set(grouped) == set(asked)
+        assert len(grouped) == len(asked)
 
 
 def test_one_that_fails_leaves_the_others_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    (group, *_) = trace_cache._group_by_shapes(list_needed_traces(LAYOUTS["tensor x expert"]))
+    (group, *_) = trace_cache._group_by_shapes(list_needed_traces(LAYOUTS["tensor x expert"]), num_workers=1)
+    (failing_key, _), (other_key, (other_size,)) = group
     record_trace = trace_cache.record_trace
 
     def fail_first(key: trace_cache.TraceKey, batch_size: int) -> Trace:
         trace = record_trace(key, batch_size)
-        if (key, batch_size) == group[0]:
+        if key == failing_key:
             raise ValueError("planted")
         return trace
 
     monkeypatch.setattr(trace_cache, "record_trace", fail_first)
-    first, second = trace_cache._record_group(group)
+    first, second = trace_cache._record_group(group).values()
     assert isinstance(first, ValueError)
-    assert isinstance(second, Trace)
-    assert trace_to_plain(second) == trace_to_plain(record_trace(*group[1]))
+    assert second == record_trace(other_key, other_size)
 
 
 def test_a_group_is_kept_for_as_many_ranks_alone() -> None:

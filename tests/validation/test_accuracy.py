@@ -24,7 +24,6 @@ from bench.validation.gate import (
     GROUP_MARGIN,
     compare_errors,
     list_wrong_verdicts,
-    pick_sample,
     render_moved,
 )
 from bench.validation.page import build_accuracy_summary, build_configuration_key
@@ -53,10 +52,18 @@ LEAST_CONFIGURATIONS = 6
 """Fewer than these would say little of all."""
 
 
+def draw_sample(summary: dict[str, Any], commit: str) -> set[str]:
+    """Keys of configurations, of every group."""
+    groups: dict[str, list[str]] = {}
+    for key, entry in summary["configurations"].items():
+        groups.setdefault(entry["group"], []).append(key)
+    return {key for keys in groups.values() for key in draw(keys, commit, SAMPLE_PER_GROUP)}
+
+
 def list_sample_lines(summary: dict[str, Any], *, in_fp8: bool, commit: str) -> list[PublishedLine]:
     """One configuration of every source, metric and device: some of those in FP8, some of which need torchao, or all
     others."""
-    keys = set(pick_sample(summary, SAMPLE_PER_GROUP, commit))
+    keys = draw_sample(summary, commit)
     lines = [line for line in list_published_lines() if build_configuration_key(line) in keys]
     lines = [line for line in lines if bool(re.search("fp8|float8", line["precision"].lower())) == in_fp8]
     if not in_fp8:
@@ -105,11 +112,11 @@ def test_no_run_of_the_sample_that_ran_is_said_not_to_fit(sample_scores: list[Sc
 
 def test_every_commit_predicts_other_configurations_of_every_group(summary: dict[str, Any]) -> None:
     groups = {key: entry["group"] for key, entry in summary["configurations"].items()}
-    drawn = [pick_sample(summary, 1, f"{commit:040x}") for commit in range(40)]
+    drawn = [draw_sample(summary, f"{commit:040x}") for commit in range(40)]
     for keys in drawn:
         assert sorted(groups[key] for key in keys) == sorted(set(groups.values()))
     assert len({key for keys in drawn for key in keys}) > 0.5 * len(groups)
-    assert pick_sample(summary, 1, f"{0:040x}") == drawn[0]
+    assert draw_sample(summary, f"{0:040x}") == drawn[0]
 
 
 def test_every_commit_draws_enough_configurations(summary: dict[str, Any]) -> None:

@@ -51,6 +51,10 @@ ATTENTION_NAME_PART = "attention"
 """What the names of fused attention operators have in common."""
 
 
+EMBEDDING_BAG, INDEX_ADD, INDEX = "_embedding_bag", "index_add_", "index"
+"""Operators that read or update the rows of a tensor that an index names: the beginning of several names, and two."""
+
+
 def describe_kernel(func: Any, args: Any, kwargs: Any, out: Any) -> KernelRecord:
     """The kernel of one call."""
     name = func._schema.name.partition("::")[2]
@@ -94,6 +98,27 @@ def describe_kernel(func: Any, args: Any, kwargs: Any, out: Any) -> KernelRecord
     return KernelRecord(name, MEMORY_BOUND, format_, (), 0, bytes_moved)
 
 
+def count_growing_bytes(func: Any, args: Any, kwargs: Any, out: Any) -> int | None:
+    """Of the bytes that a call in a trace of `WIDE_BATCH` moves, those of tensors that have the batch as a factor; None
+    of calls that name some rows of a tensor, unless rows and tensor both have it, or neither."""
+    name = func._schema.name.partition("::")[2]
+    operands = list(iterate_tensors((args, {key: value for key, value in kwargs.items() if key != "out"})))
+    results = list(iterate_tensors(out))
+    growing_bytes = sum(size for size in map(count_distinct_bytes, (*operands, *results)) if _grows(size))
+    if name.startswith(EMBEDDING_BAG) or name == INDEX_ADD:
+        return None
+    if name == INDEX:
+        if _grows(operands[0].nbytes) != _grows(results[0].nbytes):
+            return None
+        if _grows(results[0].nbytes):
+            growing_bytes -= _count_unnamed_row_bytes(name, operands, results)
+    return growing_bytes
+
+
+def _grows(size: int) -> bool:
+    return size % kernels.WIDE_BATCH == 0
+
+
 def round_operands(kernel: KernelRecord) -> KernelRecord:
     """The same product with operands in FP8, of a linear layer or of experts whose sizes are such that FP8 takes them;
     any other kernel as it is."""
@@ -111,13 +136,13 @@ def round_operands(kernel: KernelRecord) -> KernelRecord:
 def _count_unnamed_row_bytes(name: str, operands: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> int:
     """Of operators that read or update the rows of a tensor that an index names: bytes of all others, as often as the
     tensor is counted."""
-    if name.startswith("_embedding_bag"):
+    if name.startswith(EMBEDDING_BAG):
         table, index = operands[:2]
         return max(0, table.nbytes - index.numel() * table.shape[1] * table.element_size())
-    if name == "index_add_":
+    if name == INDEX_ADD:
         target, _, source = operands[:3]
         return 2 * max(0, target.nbytes - source.numel() * target.element_size())
-    if name == "index":
+    if name == INDEX:
         return max(0, count_distinct_bytes(operands[0]) - results[0].nbytes)
     return 0
 

@@ -42,6 +42,9 @@ BIAS_SUFFIX = ".bias"
 LEARNED_BIAS_SUFFIX = ".learned_bias"
 """The same where the bias has a gradient, as T5's of relative positions has."""
 
+WIDE_BATCH = 1009
+"""A batch whose traces tell what grows with it from what does not (`bench.prediction.trace.resized_trace`): a prime."""
+
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
@@ -56,6 +59,9 @@ class KernelRecord(NamedTuple):
     flops: int
     bytes_moved: int
     row_bytes: int = 0
+    growing_bytes: int | None = None
+    """In a trace of `WIDE_BATCH`: of the bytes moved those of tensors that have the batch as a factor, None where they
+    are not known."""
 
 
 @dataclass(frozen=True)

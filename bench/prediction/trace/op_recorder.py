@@ -18,7 +18,13 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 
 from bench.prediction.trace import kernels
 from bench.prediction.trace.cpu_memory import InPlaceSumDetector, compute_working_memory
-from bench.prediction.trace.kernel_calls import count_distinct_bytes, describe_kernel, is_kernel, iterate_tensors
+from bench.prediction.trace.kernel_calls import (
+    count_distinct_bytes,
+    count_growing_bytes,
+    describe_kernel,
+    is_kernel,
+    iterate_tensors,
+)
 from bench.prediction.trace.kernels import KernelRecord
 from bench.strategies.step_plan import TENSOR_GROUP
 
@@ -59,6 +65,8 @@ class OpRecorder(TorchDispatchMode):
         Returns what is called when it is waited for, or None.
     on_cpu: bool
         Count the working memory of CPU kernels too.
+    counts_growing_bytes: bool
+        Of a batch of `WIDE_BATCH`: note which of the bytes that a kernel moves grow with it.
     """
 
     def __init__(
@@ -68,8 +76,10 @@ class OpRecorder(TorchDispatchMode):
         on_collective: OnCollective = lambda kind, size, group: None,
         *,
         on_cpu: bool,
+        counts_growing_bytes: bool = False,
     ) -> None:
         super().__init__()
+        self._counts_growing_bytes = counts_growing_bytes
         self._on_memory_change = on_memory_change
         self._on_kernel = on_kernel
         self._on_collective = on_collective
@@ -125,7 +135,10 @@ class OpRecorder(TorchDispatchMode):
         elif name == WAITING_OPERATOR:
             self.note_wait(args[0])
         elif is_kernel(func):
-            self._on_kernel(describe_kernel(func, args, kwargs, out))
+            kernel = describe_kernel(func, args, kwargs, out)
+            if self._counts_growing_bytes:
+                kernel = kernel._replace(growing_bytes=count_growing_bytes(func, args, kwargs, out))
+            self._on_kernel(kernel)
         return out
 
     def track_storage(self, tensor: torch.Tensor) -> None:

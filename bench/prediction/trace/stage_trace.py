@@ -217,7 +217,7 @@ def _trace_stage(key: StageTraceKey, short_stage: ShortStage, batch_size: int) -
     if trace_key.compile:
         compile_blocks(stage.block_lists, stage, split)
     compute_loss = build_traced_loss(trace_key, family)
-    trace_recorder = TraceRecorder(trace_key)
+    trace_recorder = TraceRecorder(trace_key, batch_size)
     trace_recorder.op_recorder.group_kinds = short_stage.group_kinds
     with (
         processes.pause_garbage_collection(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -16,6 +16,8 @@ from bench.models.base import NONE
 from bench.prediction import cache
 from bench.prediction.cache import build_cache_key
 from bench.prediction.trace.fake_process_group import keep_process_group
+from bench.prediction.trace.kernels import WIDE_BATCH
+from bench.prediction.trace.resized_trace import can_resize, resize_trace
 from bench.prediction.trace.scaled_trace import ScaledTrace, build_scaled_trace
 from bench.prediction.trace.stage_trace import StageTraceKey, trace_stage
 from bench.prediction.trace.trace import (
@@ -30,18 +32,37 @@ MIN_TRACES_FOR_PROCESSES = 4
 """Traces from which on it pays to share the work among processes."""
 
 
+KeyAndSize = tuple[TraceKey | StageTraceKey, int]
+"""What is traced, and the batch size."""
+
+
 def record_trace(key: TraceKey | StageTraceKey, batch_size: int) -> Trace:
     """Of a model, or of one stage of it."""
     return trace_stage(key, batch_size) if isinstance(key, StageTraceKey) else trace_step(key, batch_size)
 
 
-_loaded_traces: dict[tuple[TraceKey | StageTraceKey, int], Trace] = {}
+def record_traces(key: TraceKey | StageTraceKey, batch_sizes: Sequence[int]) -> dict[int, Trace]:
+    """The trace of each batch size: of one wide batch, from which those of others follow where they do."""
+    traces: dict[int, Trace] = {}
+    sizes_to_derive = [size for size in batch_sizes if size > 1]
+    if len(sizes_to_derive) > 1 and can_resize(_get_trace_key(key)):
+        wide_trace = record_trace(key, WIDE_BATCH)
+        resized_traces = {size: resize_trace(wide_trace, size) for size in sizes_to_derive}
+        traces = {size: trace for size, trace in resized_traces.items() if trace is not None}
+    return traces | {size: record_trace(key, size) for size in batch_sizes if size not in traces}
 
-_failed_traces: dict[tuple[TraceKey | StageTraceKey, int], tuple[Exception, TracebackType | None]] = {}
+
+def _get_trace_key(key: TraceKey | StageTraceKey) -> TraceKey:
+    return key.trace_key if isinstance(key, StageTraceKey) else key
+
+
+_loaded_traces: dict[KeyAndSize, Trace] = {}
+
+_failed_traces: dict[KeyAndSize, tuple[Exception, TracebackType | None]] = {}
 """What cannot be traced is not tried again for each of the thousand runs that have it."""
 
 
-def load_traces(needed_traces: list[tuple[TraceKey | StageTraceKey, int]]) -> None:
+def load_traces(needed_traces: list[KeyAndSize]) -> None:
     """Have every trace in memory: those remembered, and the others made anew.
 
     Raises
@@ -62,8 +83,8 @@ def load_traces(needed_traces: list[tuple[TraceKey | StageTraceKey, int]]) -> No
         _loaded_traces[missing_traces.pop(name)] = trace_from_plain(plain)
     if not missing_traces:
         return
-    groups = _group_by_shapes(missing_traces.values())
-    num_workers = min(os.cpu_count() or 1, len(groups))
+    num_workers = min(os.cpu_count() or 1, len(missing_traces))
+    groups = _group_by_shapes(missing_traces.values(), num_workers)
     if processes.needs_isolation() or (num_workers > 1 and len(missing_traces) >= MIN_TRACES_FOR_PROCESSES):
         _preload_for_workers([key for key, _ in missing_traces.values()])
         with processes.open_worker_pool(num_workers) as pool:
@@ -78,42 +99,49 @@ def load_traces(needed_traces: list[tuple[TraceKey | StageTraceKey, int]]) -> No
     )
 
 
-def _group_by_shapes(
-    keys_and_sizes: Iterable[tuple[TraceKey | StageTraceKey, int]],
-) -> list[list[tuple[TraceKey | StageTraceKey, int]]]:
+TraceGroup = list[tuple[TraceKey | StageTraceKey, tuple[int, ...]]]
+"""Traces that one process records, each at some batch sizes."""
+
+
+def _group_by_shapes(keys_and_sizes: Iterable[KeyAndSize], num_workers: int) -> list[TraceGroup]:
     """Traces that differ in what is checkpointed alone, or in which stage of the model they are of: what an operator
-    makes of some shapes is worked out once by each process, and takes as long as the rest of a trace."""
-    groups: dict[Any, list[tuple[TraceKey | StageTraceKey, int]]] = {}
+    makes of some shapes is worked out once by each process, and takes as long as the rest of a trace. Where that comes
+    to fewer groups than there are workers, each is shared among several."""
+    sizes_by_key: dict[TraceKey | StageTraceKey, list[int]] = {}
     for key, size in keys_and_sizes:
-        trace_key = key.trace_key if isinstance(key, StageTraceKey) else key
+        sizes_by_key.setdefault(key, []).append(size)
+    groups: dict[Any, TraceGroup] = {}
+    for key, sizes in sizes_by_key.items():
+        trace_key = _get_trace_key(key)
         common_key = dataclasses.replace(trace_key, activation_checkpointing=NONE)
-        groups.setdefault((type(key), common_key, size), []).append((key, size))
-    return list(groups.values())
+        for shared_sizes in [tuple(sizes)] if can_resize(trace_key) else [(size,) for size in sizes]:
+            groups.setdefault((type(key), common_key, shared_sizes), []).append((key, shared_sizes))
+    num_parts = -(-num_workers // len(groups))
+    return [group[part::num_parts] for group in groups.values() for part in range(min(num_parts, len(group)))]
 
 
-def _record_group(group: list[tuple[TraceKey | StageTraceKey, int]]) -> list[Trace | Exception]:
+def _record_group(group: TraceGroup) -> dict[KeyAndSize, Trace | Exception]:
     """Each trace, or what was raised instead."""
-    outcomes: list[Trace | Exception] = []
+    outcomes: dict[KeyAndSize, Trace | Exception] = {}
     with keep_process_group():
-        for key, size in group:
+        for key, sizes in group:
             try:
-                outcomes.append(record_trace(key, size))
+                outcomes |= {(key, size): trace for size, trace in record_traces(key, sizes).items()}
             except Exception as error:  # whatever the model raised
-                outcomes.append(error)
+                outcomes |= {(key, size): error for size in sizes}
     return outcomes
 
 
 def _collect_outcomes(
-    groups: list[list[tuple[TraceKey | StageTraceKey, int]]], outcomes_by_group: Iterable[list[Trace | Exception]]
-) -> dict[tuple[TraceKey | StageTraceKey, int], Trace | Exception]:
-    return {
-        key_and_size: outcome
-        for group, outcomes in zip(groups, track_progress(outcomes_by_group, len(groups), "tracing"), strict=True)
-        for key_and_size, outcome in zip(group, outcomes, strict=True)
-    }
+    groups: list[TraceGroup], outcomes_by_group: Iterable[dict[KeyAndSize, Trace | Exception]]
+) -> dict[KeyAndSize, Trace | Exception]:
+    outcomes: dict[KeyAndSize, Trace | Exception] = {}
+    for group_outcomes in track_progress(outcomes_by_group, len(groups), "tracing"):
+        outcomes |= group_outcomes
+    return outcomes
 
 
-def _unwrap_outcome(key_and_size: tuple[TraceKey | StageTraceKey, int], outcome: Trace | Exception) -> Trace:
+def _unwrap_outcome(key_and_size: KeyAndSize, outcome: Trace | Exception) -> Trace:
     if isinstance(outcome, Exception):
         _failed_traces[key_and_size] = outcome, outcome.__traceback__
         raise outcome
@@ -122,15 +150,15 @@ def _unwrap_outcome(key_and_size: tuple[TraceKey | StageTraceKey, int], outcome:
 
 def _preload_for_workers(keys: Iterable[TraceKey | StageTraceKey]) -> None:
     """Import what models are built from once, before the processes are forked that build them."""
-    families = {(key.trace_key if isinstance(key, StageTraceKey) else key).family for key in keys}
+    families = {_get_trace_key(key).family for key in keys}
     processes.preload_if_forking(sorted({module for family in families for module in family.preload_modules}))
 
 
-def get_loaded_traces() -> dict[tuple[TraceKey | StageTraceKey, int], Trace]:
+def get_loaded_traces() -> dict[KeyAndSize, Trace]:
     return _loaded_traces
 
 
-def add_loaded_traces(traces: dict[tuple[TraceKey | StageTraceKey, int], Trace]) -> None:
+def add_loaded_traces(traces: dict[KeyAndSize, Trace]) -> None:
     """Have the traces of another process in memory."""
     _loaded_traces.update(traces)
 
@@ -139,9 +167,8 @@ def add_loaded_traces(traces: dict[tuple[TraceKey | StageTraceKey, int], Trace])
 def load_scaled_trace(key: TraceKey | StageTraceKey, batch_sizes: tuple[int, int]) -> ScaledTrace:
     """The trace at any batch size, from two traces (or one)."""
     load_traces([(key, size) for size in dict.fromkeys(batch_sizes)])
-    trace_key = key.trace_key if isinstance(key, StageTraceKey) else key
     first, second = (_loaded_traces[key, batch_size] for batch_size in batch_sizes)
-    return build_scaled_trace(first, second, batch_sizes, trace_key.block_period)
+    return build_scaled_trace(first, second, batch_sizes, _get_trace_key(key).block_period)
 
 
 class HashableHardware:

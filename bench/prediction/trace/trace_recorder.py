@@ -33,7 +33,7 @@ from bench.prediction.trace.device_operators import use_device_operators
 from bench.prediction.trace.fake_process_group import join_fake_process_group, split_model
 from bench.prediction.trace.fake_tensors import TracingFakeTensorMode
 from bench.prediction.trace.kernel_calls import round_operands
-from bench.prediction.trace.kernels import KernelRecord
+from bench.prediction.trace.kernels import WIDE_BATCH, KernelRecord
 from bench.prediction.trace.op_recorder import OpRecorder
 from bench.prediction.trace.ring_attention import trace_ring_attention
 from bench.prediction.trace.trace import (
@@ -87,7 +87,7 @@ def trace_step(key: TraceKey, batch_size: int, *, whole_model: bool = False) -> 
         disable_autocast(family.find_fp32_modules(model), torch.device("cpu"))
     block_positions = None if period == 1 else find_block_positions(family, key.family, period)
     checkpoint_blocks(family, model, key.activation_checkpointing, block_positions, sequence_length=key.sequence_length)
-    trace_recorder = TraceRecorder(key)
+    trace_recorder = TraceRecorder(key, batch_size)
     chunked_loss = None if key.loss_chunks is None else ChunkedLoss(family, model, key.loss_chunks)
     with (
         (
@@ -211,13 +211,19 @@ class TracedTransfer:
 class TraceRecorder:
     """Sorts what the recorder sees into segments."""
 
-    def __init__(self, key: TraceKey) -> None:
+    def __init__(self, key: TraceKey, batch_size: int) -> None:
         on_cpu = key.device == "cpu"
         self.segments: list[TraceSegment] = []
         self.inputs_bytes = self.outputs_bytes = self.logits_bytes = 0
         self._on_cpu = on_cpu
         self._rounds_operands = key.precision.uses_transformer_engine
-        self.op_recorder = OpRecorder(self._note_memory_change, self._note_kernel, self.note_collective, on_cpu=on_cpu)
+        self.op_recorder = OpRecorder(
+            self._note_memory_change,
+            self._note_kernel,
+            self.note_collective,
+            on_cpu=on_cpu,
+            counts_growing_bytes=batch_size == WIDE_BATCH,
+        )
         self._micro_batch = -1
         self._counting_inputs = False
         self._gradient_storages: dict[tuple[int, str], int] = {}
