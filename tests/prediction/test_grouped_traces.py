@@ -46,7 +46,7 @@ def list_needed_traces(layout: tuple[str, ...]) -> list[trace_cache.KeyAndSize]:
     ],
 )
 def test_traces_of_a_group_are_those_recorded_alone(layout: tuple[str, ...]) -> None:
-    groups = trace_cache._group_by_shapes(list_needed_traces(layout), num_workers=1)
+    groups = trace_cache._group_by_shapes(list_needed_traces(layout))
     assert all(len(group) >= 2 for group in groups)
     for group in groups:
         outcomes = trace_cache._record_group(group)
@@ -63,10 +63,10 @@ def test_all_stages_of_a_model_are_one_group_and_other_splits_another() -> None:
     other = compose_run_config(*LAYOUTS["tensor x context x pipeline"], "strategy.context=1")
     other_stages = list_stage_traces(other, build_trace_key(other))
     needed = [*stages, *other_stages]
-    groups = trace_cache._group_by_shapes(needed, num_workers=2)
+    groups = trace_cache._share_groups(trace_cache._group_by_shapes(needed), num_workers=2)
     assert [len(group) for group in groups] == [2, 2]  # two stages, each at two sizes
     assert all(len({(key.trace_key, sizes) for key, sizes in group}) == 1 for group in groups)  # type: ignore[union-attr]
-    shared = trace_cache._group_by_shapes(stages, num_workers=2)
+    shared = trace_cache._share_groups(trace_cache._group_by_shapes(stages), num_workers=2)
     assert [len(group) for group in shared] == [1, 1]
     for some_groups, asked in ((groups, needed), (shared, stages)):
         grouped = [(key, size) for group in some_groups for key, sizes in group for size in sizes]
@@ -75,7 +75,7 @@ def test_all_stages_of_a_model_are_one_group_and_other_splits_another() -> None:
 
 
 def test_one_that_fails_leaves_the_others_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    (group, *_) = trace_cache._group_by_shapes(list_needed_traces(LAYOUTS["tensor x expert"]), num_workers=1)
+    (group, *_) = trace_cache._group_by_shapes(list_needed_traces(LAYOUTS["tensor x expert"]))
     (failing_key, _), (other_key, (other_size,)) = group
     record_trace = trace_cache.record_trace
 

@@ -119,7 +119,8 @@ class RankMemory:
             parts[GRADIENT_MEMORY] += gradient_bytes
             parts[TEMPORARY_MEMORY] += extra_bytes - lasting_bytes - gradient_bytes
             self.peak = MemoryPeak(level, parts, self.phase, self.module)
-        self._collect_late_frees()
+        if self._late_frees:
+            self._collect_late_frees()
         compute_bytes = level - self._side_stream_bytes + self._late_bytes[COMPUTE_STREAM]
         if compute_bytes > self._peak_compute_stream_bytes:
             self._peak_compute_stream_bytes = compute_bytes

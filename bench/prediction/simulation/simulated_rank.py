@@ -230,7 +230,8 @@ class SimulatedRank(RankMemory):
         previous_end = self.stream_times[COMPUTE_STREAM]
         start = max(previous_end, issue_time + launch_s)
         undisturbed_seconds = seconds
-        seconds = self._compute_slowed_seconds(start, seconds)
+        if self._collective_spans:
+            seconds = self._compute_slowed_seconds(start, seconds)
         # The last kernel starts when it has been launched; those before it ran meanwhile.
         end = max(start + seconds, self.processor_time + (seconds / num_kernels if num_kernels else 0.0))
         if self._speed.is_cpu:

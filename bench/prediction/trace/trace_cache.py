@@ -29,7 +29,7 @@ from bench.prediction.trace.trace import (
 from bench.prediction.trace.trace_recorder import trace_step
 
 MIN_TRACES_FOR_PROCESSES = 4
-"""Traces from which on it pays to share the work among processes."""
+"""Traces to record from which on it pays to share the work among processes."""
 
 
 KeyAndSize = tuple[TraceKey | StageTraceKey, int]
@@ -83,10 +83,12 @@ def load_traces(needed_traces: list[KeyAndSize]) -> None:
         _loaded_traces[missing_traces.pop(name)] = trace_from_plain(plain)
     if not missing_traces:
         return
-    num_workers = min(os.cpu_count() or 1, len(missing_traces))
-    groups = _group_by_shapes(missing_traces.values(), num_workers)
-    if processes.needs_isolation() or (num_workers > 1 and len(missing_traces) >= MIN_TRACES_FOR_PROCESSES):
+    groups = _group_by_shapes(missing_traces.values())
+    num_recorded = sum(map(len, groups))
+    num_workers = min(os.cpu_count() or 1, num_recorded)
+    if processes.needs_isolation() or (num_workers > 1 and num_recorded >= MIN_TRACES_FOR_PROCESSES):
         _preload_for_workers([key for key, _ in missing_traces.values()])
+        groups = _share_groups(groups, num_workers)
         with processes.open_worker_pool(num_workers) as pool:
             futures = [pool.submit(_record_group, group) for group in groups]
             outcomes = _collect_outcomes(groups, (future.result() for future in futures))
@@ -103,10 +105,9 @@ TraceGroup = list[tuple[TraceKey | StageTraceKey, tuple[int, ...]]]
 """Traces that one process records, each at some batch sizes."""
 
 
-def _group_by_shapes(keys_and_sizes: Iterable[KeyAndSize], num_workers: int) -> list[TraceGroup]:
+def _group_by_shapes(keys_and_sizes: Iterable[KeyAndSize]) -> list[TraceGroup]:
     """Traces that differ in what is checkpointed alone, or in which stage of the model they are of: what an operator
-    makes of some shapes is worked out once by each process, and takes as long as the rest of a trace. Where that comes
-    to fewer groups than there are workers, each is shared among several."""
+    makes of some shapes is worked out once by each process, and takes as long as the rest of a trace."""
     sizes_by_key: dict[TraceKey | StageTraceKey, list[int]] = {}
     for key, size in keys_and_sizes:
         sizes_by_key.setdefault(key, []).append(size)
@@ -116,8 +117,13 @@ def _group_by_shapes(keys_and_sizes: Iterable[KeyAndSize], num_workers: int) -> 
         common_key = dataclasses.replace(trace_key, activation_checkpointing=NONE)
         for shared_sizes in [tuple(sizes)] if can_resize(trace_key) else [(size,) for size in sizes]:
             groups.setdefault((type(key), common_key, shared_sizes), []).append((key, shared_sizes))
+    return list(groups.values())
+
+
+def _share_groups(groups: list[TraceGroup], num_workers: int) -> list[TraceGroup]:
+    """Where there are fewer groups than workers, each in several parts."""
     num_parts = -(-num_workers // len(groups))
-    return [group[part::num_parts] for group in groups.values() for part in range(min(num_parts, len(group)))]
+    return [group[part::num_parts] for group in groups for part in range(min(num_parts, len(group)))]
 
 
 def _record_group(group: TraceGroup) -> dict[KeyAndSize, Trace | Exception]:
