@@ -146,8 +146,7 @@ lint: $(VENV)/.installed
 types: $(VENV)/.installed
 	$(BIN)/mypy
 
-# Modules are compiled when they are first imported: most of what is installed never is.
-PIP_OPTIONS := --quiet --no-compile --constraint constraints.txt
+PIP_OPTIONS := --quiet --constraint constraints.txt
 
 # torch first: with the pinned version there already, nothing else that asks for torch brings another.
 $(VENV)/.installed: pyproject.toml constraints.txt
