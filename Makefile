@@ -81,8 +81,8 @@ scale: $(VENV)/.installed
 
 # DeepSpeed has no wheel, and what builds it needs torch.
 extras: $(VENV)/.installed
-	$(BIN)/python -m pip install $(PIP_OPTIONS) --editable ".[accelerate,lightning,peft,bitsandbytes,fp8,mlflow,jupyterlab]"
-	DS_ACCELERATOR=cpu DS_BUILD_OPS=0 $(BIN)/python -m pip install $(PIP_OPTIONS) --no-build-isolation deepspeed
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[accelerate,lightning,peft,bitsandbytes,fp8,mlflow,jupyterlab]"
+	DS_ACCELERATOR=cpu DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --no-build-isolation --constraint constraints.txt deepspeed
 
 test-extras: $(VENV)/.installed
 	$(BIN)/python -m pytest --durations=10 --numprocesses=2 --dist=loadfile -m needs
@@ -146,15 +146,13 @@ lint: $(VENV)/.installed
 types: $(VENV)/.installed
 	$(BIN)/mypy
 
-PIP_OPTIONS := --quiet --constraint constraints.txt
-
 # torch first: with the pinned version there already, nothing else that asks for torch brings another.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "Python 3.11 or later is needed: make PYTHON=/path/to/python3.11"; exit 2; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install $(PIP_OPTIONS) torch
-	$(BIN)/python -m pip install $(PIP_OPTIONS) --editable ".[test]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[test]"
 	touch $@
 
 clean:
