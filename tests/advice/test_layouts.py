@@ -5,16 +5,19 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from bench import predict
+from bench.advice.candidates import build_candidates
 from bench.advice.layouts import comparison
 from bench.advice.layouts.bounds import LayoutBounder, list_held
 from bench.advice.layouts.comparison import LayoutComparison, find_gpu_threshold, plan_layouts
 from bench.advice.layouts.layouts import Layout, LayoutQuestion, list_layouts
 from bench.advice.layouts.search import LayoutPredictor, LayoutSearch, search_layouts
+from bench.advice.ranking import list_faster_candidates, rank_candidates
 from bench.config.compose import compose_config
 from bench.config.run_config import build_run_config
 from bench.core.errors import UsageError
@@ -327,6 +330,27 @@ def test_what_is_slower_than_a_layout_is_left_out_and_changes_no_threshold(monke
     assert threshold.first_layout == 16  # FSDP alone is faster on 8, and must not be left out there
     monkeypatch.setattr(comparison, "list_faster_candidates", lambda candidates, step_s: list(candidates))
     assert find_gpu_threshold(as_if_best, {}) == threshold
+
+
+@pytest.mark.slow
+def test_of_a_global_batch_only_what_can_be_faster_is_looked_at_closely() -> None:
+    settings = {"model": "llama3_8b", "hardware": "a100_40gb", "gpus": "16", "precision": "bf16"}
+    settings |= {"sequence_length": "2048", "global_batch": "128", "mode": "predict"}
+    candidates = build_candidates(settings, {}).to_predict
+    ranking = rank_candidates(candidates)
+
+    def identify(some_settings: Mapping[str, str]) -> frozenset[tuple[str, str]]:
+        return frozenset((key, value) for key, value in some_settings.items() if key != "batch_size_per_gpu")
+
+    step_seconds = {identify(ranked.settings): ranked.step_s for ranked in ranking.possible}
+    assert len(step_seconds) > 8
+    assert any(ranked.config.gradient_accumulation > 1 for ranked in ranking.possible)
+    nothing = list_faster_candidates(candidates, 0.5 * min(step_seconds.values()))
+    assert not nothing
+    for limit_s in sorted(step_seconds.values())[1::3]:
+        looked_at = {identify(candidate.settings) for candidate in list_faster_candidates(candidates, limit_s)}
+        assert {key for key, step_s in step_seconds.items() if step_s < limit_s} <= looked_at
+        assert len(looked_at) < len(candidates)
 
 
 @pytest.mark.slow
