@@ -89,7 +89,7 @@ class ReportFigureDirective(SphinxDirective):
         store, pattern = self.arguments
         folder = REPORTS_FOLDER / store
         if not (folder / "captions.json").is_file():
-            return [nodes.literal_block(NOT_DRAWN, NOT_DRAWN)]
+            return [nodes.literal_block(NOT_DRAWN, NOT_DRAWN, language="text")]
         captions = json.loads((folder / "captions.json").read_text(encoding="utf-8"))
         paths = sorted((folder / "figures").glob(f"{pattern}.svg"))
         if not paths:
