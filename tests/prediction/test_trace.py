@@ -343,7 +343,7 @@ def test_kernels_carry_shape_flops_and_bytes():
         a.expand(3, 4, 8) + 1
     product, addition = found
     assert product[0] == "mm"
-    assert product[3:7] == ((1, 4, 16, 8, 0), 2 * 4 * 8 * 16, 4 * (32 + 128 + 64), 16)
+    assert product[3:] == ((1, 4, 16, 8, 0), 2 * 4 * 8 * 16, 4 * (32 + 128 + 64), 16, None)
     assert addition[0] == "add"
     assert addition[5] == 4 * (32 + 96)  # an expanded operand is read once
 
