@@ -481,12 +481,27 @@ def time_collectives(process: CalibrationProcess) -> tuple[list[CalibrationSampl
         )
 
 
+def time_until_large_messages_take_longer(sizes: Sequence[int], attempts: int = 5) -> list[CalibrationSample]:
+    """All timings in which, of every collective, the largest message took longer than the smallest.
+
+    Another process can hold up every repetition of one size. All are then timed again.
+    """
+    shorter: list[str] = []
+    for _ in range(attempts):
+        timed, slowest = run_local_processes(4, time_collectives)
+        assert slowest == [3.0, 5.0]
+        medians = {(sample.name, int(sample.bytes_moved), sample.ranks): sample.median_s for sample in timed}
+        shorter = [kind for kind in CALIBRATED_COLLECTIVES if medians[kind, sizes[-1], 4] <= medians[kind, sizes[0], 4]]
+        if not shorter:
+            return timed
+    pytest.fail(f"{sizes[-1]} bytes took no longer than {sizes[0]}, {attempts} times: {shorter}")
+
+
 @pytest.mark.alone
 @pytest.mark.slow
 def test_collectives_of_real_processes_are_timed_and_fitted():
-    timed, slowest = run_local_processes(4, time_collectives)
-    assert slowest == [3.0, 5.0]
     sizes = list_message_sizes("cpu", quick=True)
+    timed = time_until_large_messages_take_longer(sizes)
     samples_by_key = {(sample.name, int(sample.bytes_moved), sample.ranks): sample for sample in timed}
     assert set(samples_by_key) == {
         *((kind, size, ranks) for kind in CALIBRATED_COLLECTIVES for size in sizes for ranks in (4, 2)),
@@ -497,8 +512,6 @@ def test_collectives_of_real_processes_are_timed_and_fitted():
         assert len(sample.seconds) >= 5
         # No more than a processor can copy, no slower than a hundredth of a spinning disk.
         assert 1e4 < count_bus_bytes(sample) / sample.median_s < 1e11, kind
-    for kind in CALIBRATED_COLLECTIVES:
-        assert samples_by_key[kind, sizes[-1], 4].median_s > samples_by_key[kind, sizes[0], 4].median_s
     fit = fit_links(timed, None, uses_gloo=True, base_name="conf/hardware/cpu.yaml")
     assert fit.links.gloo is not None
     assert all(predict_collective_seconds(sample, fit.links) > 0 for sample in timed)
