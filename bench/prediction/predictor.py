@@ -36,6 +36,7 @@ from bench.prediction.simulation.device_memory import (
     predict_memory,
     predict_retries,
 )
+from bench.prediction.simulation.other_loop import LossMemory, replace_loss_memory
 from bench.prediction.simulation.parameter_layout import build_parameter_layout
 from bench.prediction.simulation.simulated_rank import SimulatedRank, round_parts
 from bench.prediction.simulation.step import (
@@ -273,26 +274,6 @@ def replay_steps(config: RunConfig, capacity: float = math.inf, num_steps: int =
     return replay
 
 
-def predict_reentrant_peak(config: RunConfig) -> float:
-    """Peak of allocated memory in bytes if blocks were checkpointed around their units, and reentrantly, as Hugging
-    Face's Trainer does by default: runs of the suite checkpoint within units, and not so.
-
-    To reshard a unit without trained parameters, torch's FSDP1 registers hooks on its inputs
-    (``_register_post_backward_reshard_only_hook``). These hold the graph nodes that accumulate the inputs' gradients.
-    Inputs of a reentrant checkpoint are leaves, so such a node holds the input with its gradient, and the input holds
-    the hooks: all of them stay until backward ends and the hooks are removed.
-    """
-    scaled_trace = load_scaled_trace(
-        build_trace_key(config), list_traced_batch_sizes(config.sequences_per_device, is_compiled=config.compile)
-    )
-    keeps = config.strategy.name == "fsdp1" and config.activation_checkpointing == "full"
-    return compute_workspace_bytes(config) + max(
-        _simulate_rank(config, rank_speed.RankSpeed(), False, scaled_trace, plan, keeps_frozen_inputs=keeps).peak.size
-        for count, plan in config.strategy.plan_period(build_plan_inputs(config, scaled_trace))
-        if count
-    )
-
-
 def _simulate_rank(
     config: RunConfig,
     speed: rank_speed.RankSpeed,
@@ -300,22 +281,30 @@ def _simulate_rank(
     scaled_trace: ScaledTrace,
     plan: StepPlan,
     replay: AllocatorReplay | None = None,
-    *,
-    keeps_frozen_inputs: bool = False,
 ) -> SimulatedRank:
     """The rank after a step that follows a plan."""
+    speed = rank_speed.add_host_transfers(config, speed)
+    return simulate_planned_rank(config, SimulatedRank(speed, timeline=timeline, replay=replay), scaled_trace, plan)
+
+
+def simulate_planned_rank(
+    config: RunConfig,
+    simulated_rank: SimulatedRank,
+    scaled_trace: ScaledTrace,
+    plan: StepPlan,
+    loss: LossMemory | None = None,
+) -> SimulatedRank:
+    """A rank after a step that follows a plan, with another software's loss where one is given."""
     key = build_trace_key(config)
-    simulated_rank = SimulatedRank(
-        rank_speed.add_host_transfers(config, speed),
-        timeline=timeline,
-        replay=replay,
-        keeps_frozen_inputs=keeps_frozen_inputs,
-    )
     simulated_rank.allocate("micro-batches", compute_inputs_bytes(config, scaled_trace), "activations")
     simulated_rank.allocate("model's buffers", count_buffer_bytes(config.trained_model, config.gpus), PARAMETER_MEMORY)
     layer_groups = rank_speed.list_layer_groups(config)
     hardware = rank_speed.build_hashable_hardware(config)
     segments = build_segments(key, config.sequences_per_device, hardware, layer_groups, _find_transfer_speed(config))
+    if loss is not None:
+        logits_bytes = build_plan_inputs(config, scaled_trace).logits_bytes
+        itemsize = 4 if key.widens_outputs else config.precision.compute_dtype.itemsize
+        segments = replace_loss_memory(segments, loss, logits_bytes / itemsize, logits_bytes)
     if config.devices_per_process > 1:
         batch_segments = build_segments(key, config.sequences_per_rank, hardware, layer_groups)
         segments = build_first_device_segments(segments, batch_segments, config.devices_per_process)

@@ -14,38 +14,71 @@ import dataclasses
 from bench.config.run_config import RunConfig
 from bench.prediction.cost.collectives import ALL_GATHER, compute_collective_seconds, compute_send_seconds
 from bench.prediction.cost.rank_speed import build_collective_group
+from bench.prediction.other_loops import predict_beside_state, predict_peak
 from bench.prediction.pipeline.time import count_concurrent_pipelines
 from bench.prediction.prediction import MemoryPrediction, PredictedRange, Prediction, TimePrediction
 from bench.prediction.simulation.device_memory import predict_fit
 from bench.strategies.step_plan import PIPELINE_GROUP, TENSOR_GROUP
 from bench.validation.mesh_words import MicroBatches, continue_prediction
-from bench.validation.readings import Reading
+from bench.validation.metrics import SPEED
+from bench.validation.readings import Reading, build_published_config
 
-STATE_PARTS = ("parameters", "gradients", "optimizer")
+STATE_PARTS: tuple[str, ...] = ("parameters", "gradients", "optimizer")
 
 
 def read_as_published(reading: Reading, predictions: tuple[Prediction, ...]) -> Prediction:
     """One prediction of a row from those of its runs."""
+    memory = _convert_memory(reading, predictions)
     if reading.micro_batches is None:
-        return predictions[0]
-    num_runs = len(reading.micro_batches.simulated)
-    predictions, time_predictions = predictions[:num_runs], predictions[-num_runs:]
+        return dataclasses.replace(predictions[0], memory=memory)
+    time_predictions = predictions[-len(reading.micro_batches.simulated) :]
     time = continue_prediction(time_predictions, reading.micro_batches).time
-    prediction = dataclasses.replace(predictions[0], time=time)
-    if reading.waits_for_sends and prediction.time is not None:
-        waited_s = compute_waited_seconds(reading.config, reading.micro_batches)
-        prediction = dataclasses.replace(prediction, time=_add_waiting(prediction.time, waited_s))
-    memory, difference = prediction.memory, 0.0
+    if reading.waits_for_sends and time is not None:
+        time = _add_waiting(time, compute_waited_seconds(reading.config, reading.micro_batches))
+    return dataclasses.replace(predictions[0], memory=memory, time=time)
+
+
+def _convert_memory(reading: Reading, predictions: tuple[Prediction, ...]) -> MemoryPrediction:
+    """The memory of the first run, less or more by what the source's software has less or more of."""
+    memory, quantity = predictions[0].memory, reading.quantity
+    if quantity is None or quantity.kind == SPEED:
+        return memory
+    num_runs = 1 if reading.micro_batches is None else len(reading.micro_batches.simulated)
+    allocated = [prediction.memory.allocated.value for prediction in predictions[:num_runs]]
     if reading.state_bytes is not None:
-        difference += compute_state_difference(reading, memory)
-    if len(predictions) > 1:
-        few, more = reading.micro_batches.simulated
-        per_micro_batch = max(0.0, predictions[1].memory.allocated.value - memory.allocated.value) / (more - few)
-        num_received = 1 if reading.receives_in_turn else reading.micro_batches.count
-        difference += per_micro_batch * (num_received - few)
-    if not difference:
-        return prediction
-    return dataclasses.replace(prediction, memory=_shift(memory, difference))
+        assert reading.micro_batches is not None
+        *_, config = map(build_published_config, reading.runs[: len(reading.micro_batches.simulated)])
+        converted = compute_allocated_beside_state(reading, config)
+    else:
+        converted = predict_peak(reading.config, loss=reading.loss_memory) if reading.loss_memory else allocated[0]
+        if len(allocated) > 1:
+            assert reading.micro_batches is not None
+            few, more = reading.micro_batches.simulated
+            per_micro_batch = max(0.0, allocated[1] - allocated[0]) / (more - few)
+            converted += per_micro_batch * ((1 if reading.receives_in_turn else reading.micro_batches.count) - few)
+    difference = converted - memory.allocated.value
+    return _shift(memory, difference) if difference else memory
+
+
+def compute_allocated_beside_state(reading: Reading, config: RunConfig) -> float:
+    """Peak of allocated memory of one of a row's runs, in bytes, where software keeps all its state all the time.
+
+    It adds to the peak of all else, wherever that is: a run of the suite has no gradients yet when the stages of its
+    pipeline hold most.
+    """
+    assert reading.state_bytes is not None
+    layout, data = config.strategy.layout, config.strategy.data  # type: ignore[attr-defined]
+    whole_bytes, divided_bytes = reading.state_bytes
+    num_parts = 1 if data == "ddp" else layout.get_degree("replicas", "shards", "context", "expert")
+    bytes_per_parameter = (whole_bytes + divided_bytes / num_parts) / config.precision.parameter_dtype.itemsize
+    state_parts = STATE_PARTS
+    if data == "fsdp":
+        bytes_per_parameter *= layout.get_degree("shards")
+        state_parts = (*STATE_PARTS, "gathered")
+    return max(
+        parameter_bytes * bytes_per_parameter + peak_bytes
+        for parameter_bytes, peak_bytes in predict_beside_state(config, reading.loss_memory, state_parts)
+    )
 
 
 def compute_waited_seconds(config: RunConfig, micro_batches: MicroBatches) -> float:
@@ -81,21 +114,6 @@ def _add_waiting(time: TimePrediction, waited_s: float) -> TimePrediction:
     step_s = PredictedRange(*(seconds + waited_s for seconds in (time.step_s.value, time.step_s.low, time.step_s.high)))
     exposed_s = time.exposed_communication_s + waited_s
     return dataclasses.replace(time, step_s=step_s, exposed_communication_s=exposed_s)
-
-
-def compute_state_difference(reading: Reading, memory: MemoryPrediction) -> float:
-    """Bytes of parameters, gradients and optimizer state that the source's software has beyond the predicted ones."""
-    assert reading.state_bytes is not None
-    config = reading.config
-    whole_bytes, divided_bytes = reading.state_bytes
-    layout, data = config.strategy.layout, config.strategy.data  # type: ignore[attr-defined]
-    parameters = memory.parts["parameters"] / config.precision.parameter_dtype.itemsize
-    num_parts = 1 if data == "ddp" else layout.get_degree("replicas", "shards", "context", "expert")
-    predicted = sum(memory.parts[part] for part in STATE_PARTS)
-    if data == "fsdp":
-        parameters *= layout.get_degree("shards")
-        predicted += memory.parts["gathered"]
-    return parameters * (whole_bytes + divided_bytes / num_parts) - predicted
 
 
 def _shift(memory: MemoryPrediction, difference: float) -> MemoryPrediction:

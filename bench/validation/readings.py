@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from bench.config.run_config import RunConfig, build_run_config
 from bench.core.errors import UsageError
 from bench.core.option_files import find_option_file
 from bench.core.precision import TRANSFORMER_ENGINE
+from bench.prediction.simulation.other_loop import LossMemory
 from bench.records.published import PublishedLine
 from bench.strategies.pipeline.balance import find_balance
 from bench.validation.mesh_words import (
@@ -58,19 +59,6 @@ DEFAULT_GPUS_PER_NODE = 8
 PARAMETER_TOLERANCE = 0.15
 """Between the parameters that a row prints, rounded and with or without embeddings, and those of the shape."""
 
-EXTRA_MEMORY: Mapping[str, Callable[[RunConfig], float]] = {
-    "freed_logits": lambda config: (
-        -float(
-            config.precision.compute_dtype.itemsize
-            * config.sequences_per_rank
-            * config.sequence_length
-            * getattr(config.model, "vocabulary_size", 0)
-        )
-    ),
-}
-"""Bytes that those who measured held at the peak, and this suite does not: less than none where logits, which this
-suite holds during backward, are let go before it."""
-
 
 @dataclass(frozen=True)
 class Reading:
@@ -90,7 +78,7 @@ class Reading:
     flops: str = "model"
     measures: str = "step"
     recomputes_whole: bool = False
-    extra_memory: str | None = None
+    loss_memory: LossMemory | None = None
     micro_batches: MicroBatches | None = None
     """Of a mesh: how many there are, and in which runs."""
     further_settings: tuple[tuple[tuple[str, str], ...], ...] = ()
@@ -131,10 +119,6 @@ class Reading:
     @property
     def source_class(self) -> str:
         return COMPLETE if self.is_complete else ROUGH
-
-    @property
-    def extra_bytes(self) -> float:
-        return EXTRA_MEMORY[self.extra_memory](self.config) if self.extra_memory else 0.0
 
 
 @functools.lru_cache(maxsize=10_000)
@@ -221,7 +205,7 @@ def read_line(row: int, line: PublishedLine) -> Reading:
         flops=knowledge.flops or METRICS[quantity.metric].flops,
         measures=knowledge.measures,
         recomputes_whole=whole and config.activation_checkpointing == "full",
-        extra_memory=knowledge.extra_memory,
+        loss_memory=_read_loss_memory(knowledge),
         micro_batches=micro_batches,
         further_settings=tuple(further_settings),
         is_noisy=knowledge.spread > 0,
@@ -230,6 +214,12 @@ def read_line(row: int, line: PublishedLine) -> Reading:
         frees_by_hand=knowledge.frees_by_hand,
         state_bytes=knowledge.state_bytes if micro_batches is not None else None,
     )
+
+
+def _read_loss_memory(knowledge: SourceKnowledge) -> LossMemory | None:
+    if knowledge.loss_memory is None:
+        return None
+    return LossMemory(None if knowledge.loss_memory == "freed" else float(knowledge.loss_memory))
 
 
 def _read_words(line: PublishedLine, knowledge: SourceKnowledge) -> tuple[Overrides, MicroBatches | None]:

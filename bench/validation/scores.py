@@ -22,8 +22,9 @@ from bench.prediction.intervals import (
     is_layout,
     is_time_known,
 )
+from bench.prediction.other_loops import predict_peak
 from bench.prediction.prediction import DOES_NOT_FIT, FITS, MemoryPrediction, PredictedRange, Prediction
-from bench.prediction.predictor import predict_reentrant_peak, predict_runs
+from bench.prediction.predictor import predict_runs
 from bench.validation.metrics import (
     ACTIVE,
     ALLOCATED,
@@ -244,8 +245,9 @@ def _compute_bytes(reading: Reading, config: RunConfig, prediction: Prediction, 
     devices = config.gpus if quantity.metric == "device_used_all_gpus" else 1
     size = ranges[quantity.kind].value
     if quantity.kind == ALLOCATED and reading.recomputes_whole and config.finetune.name != "full":
-        size = predict_reentrant_peak(config)  # for all others it is the same
-    return (size + reading.extra_bytes) * devices
+        loss = reading.loss_memory  # for all others a reentrant checkpoint makes no difference
+        size += predict_peak(config, is_reentrant=True, loss=loss) - predict_peak(config, loss=loss)
+    return size * devices
 
 
 def _compute_step_seconds(reading: Reading, config: RunConfig, prediction: Prediction) -> float:

@@ -20,7 +20,9 @@ An entry, and each of its rules, may have these keys:
 * ``measures``: ``step``, or ``forward_and_backward`` where times leave out the optimizer.
 * ``frees_by_hand: true``: they free tensors of stages that torch keeps, so that whether a run fits is not compared.
 * ``recomputes_whole``: checkpointing computes whole blocks again, though torch is 2.1 or later (reentrant).
-* ``block_size: sequence_length``: as many positions as tokens. ``extra_memory``: see `readings.EXTRA_MEMORY`.
+* ``block_size: sequence_length``: as many positions as tokens.
+* ``loss_memory``: ``freed`` where logits are let go before backward, or the bytes per logit that a loss holds at most
+  whose gradient takes their place (`bench.prediction.simulation.other_loop`).
 * ``miss_cause``: why predictions of its rows miss, as far as that is known.
 """
 
@@ -74,7 +76,7 @@ class SourceKnowledge:
     frees_by_hand: bool = False
     is_size_checked: bool = True
     spread: float = 0.0
-    extra_memory: str | None = None
+    loss_memory: str | float | None = None
     miss_cause: str | None = None
     licence: str | None = None
     software: str | None = None

@@ -12,7 +12,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
-from bench.prediction.predictor import predict_reentrant_peak, predict_run
+from bench.prediction.other_loops import predict_peak
+from bench.prediction.predictor import predict_run
 from tests.conftest import compose_run_config
 
 WIDTH, NUM_BLOCKS = 16, 6
@@ -82,7 +83,7 @@ def test_what_is_kept_grows_with_the_depth():
         config = compose_run_config(
             *LORA, "model=gpt_125m", *shape, "strategy=fsdp1", "gpus=2", "hardware=a100_80gb", "batch_size_per_gpu=8"
         )
-        peaks.append((predict_reentrant_peak(config), predict_run(config).memory.allocated.value))
+        peaks.append((predict_peak(config, is_reentrant=True), predict_run(config).memory.allocated.value))
     hidden_bytes = 8 * 512 * 768 * 2
     (reentrant, _), (deeper_reentrant, _) = peaks
     shard_bytes = 20 * 12 * 768**2 * 2 / 2
@@ -92,7 +93,7 @@ def test_what_is_kept_grows_with_the_depth():
         "mode=predict", "model=gpt_125m", "strategy=fsdp1", "gpus=2", "activation_checkpointing=full",
         "hardware=a100_80gb",
     )  # fmt: skip
-    assert predict_reentrant_peak(trained) == predict_run(trained).memory.allocated.value
+    assert predict_peak(trained, is_reentrant=True) == predict_run(trained).memory.allocated.value
 
 
 MISTRAL_7B_LORA_SHARDED = [("batch_size_per_gpu=2", 15_144_870_400), ("batch_size_per_gpu=4", 21_959_827_968)]
@@ -109,5 +110,5 @@ def test_peaks_of_adapters_under_fsdp1_are_those_of_an_allocator(batch, publishe
         *LORA, "model=mistral_7b", "finetune.target_modules=[q_proj,k_proj,v_proj,o_proj]", "strategy=fsdp1", "gpus=2",
         "hardware=a100_80gb", "optimizer.implementation=foreach", "sequence_length=4096", batch,
     )  # fmt: skip
-    peak = predict_reentrant_peak(config)
+    peak = predict_peak(config, is_reentrant=True)
     assert peak == pytest.approx(published, rel=0.01)

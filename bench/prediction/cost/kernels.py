@@ -338,11 +338,11 @@ def compute_grouped_matmul_seconds(
     assert speeds.matmul is not None
     batch, m, n, k = dims[:4]
     shares = np.array(expert_tokens) / sum(expert_tokens)
-    num_products = batch / len(shares)
+    num_products = batch / len(shares)  # less than one where a rank has but some of the experts
     flops_per_multiprocessor, half_depth = flops_per_s / speeds.matmul.multiprocessors, speeds.matmul.half_depth
     tile_flops_per_depth = 2 * GROUPED_TILE_ROWS * GROUPED_TILE_COLUMNS
     if operator.endswith(GROUPED_DEPTH_SUFFIX):
-        depths = flops / (2 * m * n) * shares
+        depths = flops / (2 * m * n * num_products) * shares
         depths = GROUPED_TILE_DEPTH * np.ceil(depths / GROUPED_TILE_DEPTH) + half_depth
         thread_blocks = batch * np.ceil(m / GROUPED_TILE_ROWS) * np.ceil(n / GROUPED_TILE_COLUMNS)
         waves = np.ceil(thread_blocks / speeds.matmul.multiprocessors)

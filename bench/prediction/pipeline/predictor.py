@@ -12,6 +12,14 @@ from bench.prediction.pipeline.stages import SimulatedPipelineStage, build_pipel
 from bench.prediction.pipeline.time import predict_pipeline_time
 from bench.prediction.prediction import Prediction
 from bench.prediction.simulation.device_memory import predict_memory
+from bench.prediction.simulation.other_loop import (
+    HELD_LOGITS_NAME,
+    RECEIVED_NAME,
+    SENT_NAME,
+    LossMemory,
+    compute_own_gradients,
+    replace_loss_memory,
+)
 from bench.prediction.simulation.rank_memory import ACTIVATION_MEMORY
 from bench.prediction.simulation.repetition import Repetition
 from bench.prediction.simulation.simulated_rank import RankSpeed, SimulatedRank
@@ -39,11 +47,10 @@ def predict_pipeline(config: RunConfig, key: TraceKey, *, timeline: bool) -> Pre
     assert timetable is not None
     stages = build_pipeline_stages(config, key, timetable)
     ranks = range(timetable.ranks)
-    plans = [
-        _build_rank_plan(config, [stages[stage_index] for stage_index in timetable.find_stages_of_rank(rank)])
-        for rank in ranks
+    plans = _build_plans(config, timetable, stages)
+    simulated_ranks = [
+        _simulate_rank(config, timetable, stages, plans[rank], rank, SimulatedRank(UNTIMED_SPEED)) for rank in ranks
     ]
-    simulated_ranks = [_simulate_rank(config, timetable, stages, plans[rank], rank) for rank in ranks]
     memories = [predict_memory(config, simulated_rank) for simulated_rank in simulated_ranks]
     position = find_rehearsed_position(config)
     if position is None:
@@ -60,6 +67,60 @@ def find_rehearsed_position(config: RunConfig) -> int | None:
         return None
     (dim,) = config.strategy.list_group_dims(PIPELINE_GROUP, config.gpus)
     return config.strategy.find_rehearsed_rank(config.rehearse.rank, config.gpus) // dim.stride % dim.size
+
+
+def simulate_other_loop(
+    config: RunConfig,
+    key: TraceKey,
+    loss: LossMemory | None,
+    build_rank: Callable[[], SimulatedRank],
+    *,
+    divides_gradients: bool,
+) -> list[SimulatedRank]:
+    """Every rank after a step in which another software's loss is computed.
+
+    Parameters
+    ----------
+    build_rank: callable
+        A rank before the step.
+    divides_gradients: bool
+        See `compute_own_gradients`.
+    """
+    timetable, split = config.strategy.timetable, config.strategy.build_tensor_parallel_split()
+    assert timetable is not None
+    stages = build_pipeline_stages(config, key, timetable)
+    if divides_gradients and split is not None:
+        itemsize = config.precision.parameter_dtype.itemsize
+        stages = [
+            stage.replace_segments(
+                [
+                    compute_own_gradients(segment, parameters, split.degree, itemsize)
+                    for segment, _, parameters in stage.segments
+                ]
+            )
+            for stage in stages
+        ]
+    *stages, last_stage = stages
+    if loss is not None:
+        # What a schedule of torch holds of them longer is held by none of the others.
+        num_logits = last_stage.logits_bytes / config.precision.compute_dtype.itemsize
+        segments = replace_loss_memory(
+            [segment for segment, _, _ in last_stage.segments], loss, num_logits, last_stage.logits_bytes
+        )
+        last_stage = dataclasses.replace(last_stage.replace_segments(segments), logits_bytes=0.0)
+    stages.append(last_stage)
+    return [
+        _simulate_rank(config, timetable, stages, plan, rank, build_rank())
+        for rank, plan in enumerate(_build_plans(config, timetable, stages))
+    ]
+
+
+def _build_plans(config: RunConfig, timetable: Timetable, stages: Sequence[SimulatedPipelineStage]) -> list[StagePlan]:
+    """Of every rank of a pipeline."""
+    return [
+        _build_rank_plan(config, [stages[stage_index] for stage_index in timetable.find_stages_of_rank(rank)])
+        for rank in range(timetable.ranks)
+    ]
 
 
 def _build_rank_plan(config: RunConfig, stages: Sequence[SimulatedPipelineStage]) -> StagePlan:
@@ -82,9 +143,9 @@ def _simulate_rank(
     stages: Sequence[SimulatedPipelineStage],
     plan: StagePlan,
     rank: int,
+    simulated_rank: SimulatedRank,
 ) -> SimulatedRank:
     """Memory of one rank over a step."""
-    simulated_rank = SimulatedRank(UNTIMED_SPEED)
     on_cpu = config.hardware.device == "cpu"
     # On a CPU each share is a view of the whole batch.
     num_sequences = config.batch_size_per_gpu * config.batch_groups if on_cpu else config.sequences_per_rank
@@ -98,7 +159,7 @@ def _simulate_rank(
     own_stages = [stages[stage_index] for stage_index in own_stage_indices]
     plan.begin_step(simulated_rank, gathers_ahead=timetable.virtual_stages > 1)
     exchanged_bytes = sum(stage.received_bytes + stage.sent_bytes for stage in own_stages)
-    simulated_rank.allocate("received", timetable.micro_batches * exchanged_bytes, ACTIVATION_MEMORY)
+    simulated_rank.allocate(RECEIVED_NAME, timetable.micro_batches * exchanged_bytes, ACTIVATION_MEMORY)
     labels = {stage_index: config.strategy.label_stage(stage_index) for stage_index in own_stage_indices}
 
     def simulate_action(numbered: NumberedAction) -> None:
@@ -108,7 +169,7 @@ def _simulate_rank(
         simulated_rank.module = labels[action.stage]
         if action.kind == FORWARD:
             _simulate_forward(simulated_rank, plan, stage, num_before)
-            simulated_rank.free("logits")
+            simulated_rank.free(HELD_LOGITS_NAME)
         elif action.kind == INPUT_BACKWARD:
             simulated_rank.simulate_chunk(stage.get_input_backward_chunk(plan), BACKWARD)
             _keep_sent_buffers(simulated_rank, timetable, stage)
@@ -123,8 +184,8 @@ def _simulate_rank(
     for cycle in list_cycles(timetable, rank):
         # On a CPU what is held depends on how far the step is (`_keep_first_sent`).
         _simulate_cycle(simulated_rank, cycle, simulate_action, leaves_out=not on_cpu)
-    simulated_rank.free("sent")
-    simulated_rank.free("logits")
+    simulated_rank.free(SENT_NAME)
+    simulated_rank.free(HELD_LOGITS_NAME)
     simulated_rank.phase, simulated_rank.module = "optimizer", "optimizer"
     update = rank_speed.predict_device_update(config, plan.updated_tensors)
     simulated_rank.allocate("optimizer temporaries", update.temporary_bytes, "temporaries")
@@ -145,10 +206,10 @@ def _keep_sent_buffers(simulated_rank: SimulatedRank, timetable: Timetable, stag
     """What the schedules of torch 2.13 still hold: GPipe and interleaved ones all that they made and sent, until the
     step is over; 1F1B what it sent last, and the last stage's logits until the next micro-batch's are there."""
     if timetable.schedule == ONE_F_ONE_B:
-        simulated_rank.allocate("sent", stage.received_bytes, ACTIVATION_MEMORY)
-        simulated_rank.allocate("logits", stage.logits_bytes, ACTIVATION_MEMORY)
+        simulated_rank.allocate(SENT_NAME, stage.received_bytes, ACTIVATION_MEMORY)
+        simulated_rank.allocate(HELD_LOGITS_NAME, stage.logits_bytes, ACTIVATION_MEMORY)
     else:
-        simulated_rank.grow_allocation("sent", stage.received_bytes + stage.produced_bytes, ACTIVATION_MEMORY)
+        simulated_rank.grow_allocation(SENT_NAME, stage.received_bytes + stage.produced_bytes, ACTIVATION_MEMORY)
 
 
 def _keep_first_sent(

@@ -73,6 +73,14 @@ class SimulatedPipelineStage:
     _backward_chunks: dict[bool, tuple[Chunk, float]] = field(default_factory=dict)
     _named_chunks: dict[str, Chunk] = field(default_factory=dict)
 
+    def replace_segments(self, segments: Sequence[SegmentAtBatch]) -> SimulatedPipelineStage:
+        """The stage with other segments, in the same order."""
+        replaced = tuple(
+            (segment, units, parameters)
+            for segment, (_, units, parameters) in zip(segments, self.segments, strict=True)
+        )
+        return dataclasses.replace(self, segments=replaced, _backward_chunks={}, _named_chunks={})
+
     @functools.cached_property
     def forward_chunk(self) -> Chunk:
         """All of it at once."""

@@ -9,6 +9,7 @@ Jacobs et al. 2023, arXiv:2309.14509). The first two are torch's, whose template
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -100,6 +101,8 @@ class ContextSplit:
             dtype = torch.get_autocast_dtype(device)
             query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
         repeats = query.shape[1] // key.shape[1]
+        if self.form == ALL_TO_ALL:  # as few as let every rank have its part of the heads
+            repeats = self.degree // math.gcd(key.shape[1], self.degree)
         if repeats > 1:
             key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
         with torch.autocast(device, enabled=False):
@@ -113,7 +116,9 @@ class ContextSplit:
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
     ) -> torch.Tensor:
         query, key, value = (_exchange(tensor, 1, SEQUENCE_DIM, self.mesh) for tensor in (query, key, value))
-        result = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
+        result = nn.functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scaling, enable_gqa=key.shape[1] != query.shape[1]
+        )
         return _exchange(result, SEQUENCE_DIM, 1, self.mesh)
 
 
