@@ -91,6 +91,13 @@ def test_uneven_experts_cost_more_and_their_order_does_not_matter(operator: str,
     assert compute_grouped_seconds(operator, uneven_tokens[::-1], m, n, k) == pytest.approx(uneven)
 
 
+@pytest.mark.parametrize(("operator", "m", "n", "k"), [ROWS, DEPTH])
+def test_a_rank_with_some_of_the_experts_takes_as_long_as_for_those(operator: str, m: int, n: int, k: int) -> None:
+    """Two of eight, each of which has as many tokens."""
+    own = compute_kernel_seconds(make_grouped(operator, 2, m, n, k), H100, BF16, (512,) * 2)[0]
+    assert compute_kernel_seconds(make_grouped(operator, 2, m, n, k), H100, BF16, (512,) * 8)[0] == pytest.approx(own)
+
+
 def test_every_experts_rows_are_rounded_up_to_whole_tiles() -> None:
     """Of 128 rows: 8 experts with 4 tiles each are 32 tiles, with a row more each they are 40, of 16 columns of tiles;
     in waves of 132 multiprocessors 4 and 5."""

@@ -254,6 +254,26 @@ def test_each_form_of_context_parallelism_sends_what_it_says(form: str) -> None:
         assert any(event.waited_kernel is not None and event.waited_kernel > event.kernel for event in events)
 
 
+@pytest.mark.parametrize(("context", "shared_by"), [(2, 2), (4, 1)])
+def test_all_to_all_exchanges_as_few_keys_as_give_every_rank_its_part(context: int, shared_by: int) -> None:
+    """Of four heads for queries and two for keys, two ranks exchange two for keys, four ranks four."""
+    from bench.prediction.trace.trace_recorder import trace_step
+
+    config = meshed(
+        "model=llama_tiny", "model.num_layers=1", "sequence_length=64", f"gpus={context}",
+        f"strategy.context={context}", "strategy.context_form=all_to_all", "precision=fp32",
+    )  # fmt: skip
+    sizes = [
+        event.size
+        for segment in trace_step(build_trace_key(config), 2).segments
+        for event in segment.collectives
+        if event.group == CONTEXT_GROUP
+    ]
+    query_bytes = 2 * 64 // context * 128 * 4
+    keys_bytes = query_bytes // shared_by
+    assert sorted(sizes) == sorted([query_bytes, keys_bytes, keys_bytes, query_bytes] * 2)  # and of their gradients
+
+
 @pytest.mark.parametrize("form", ["ring", "all_gather"])
 def test_of_a_checkpointed_block_with_part_of_the_sequences_its_inputs_stay_alone(form: str) -> None:
     """On a GPU, too: an H100 with Llama-3-8B (results/measured/h100) holds 64 MiB for each block, and no queries."""

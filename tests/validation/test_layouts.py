@@ -9,7 +9,9 @@ import pytest
 
 from bench.core.errors import ImpossibleError
 from bench.prediction.intervals import COMPLETE, LAYOUTS, ROUGH
+from bench.prediction.other_loops import predict_beside_state, predict_peak
 from bench.prediction.predictor import predict_runs
+from bench.prediction.simulation.other_loop import LossMemory
 from bench.strategies.pipeline.schedule import Timetable
 from bench.validation.interval_fit import fit_interval, keep_runs_possible, list_residuals, name_row_class
 from bench.validation.layouts import compute_rank_correlation, count_ordered_pairs, list_rank_correlations
@@ -17,7 +19,7 @@ from bench.validation.mesh_words import continue_prediction, count_ranks_per_cop
 from bench.validation.metrics import Quantity
 from bench.validation.other_software import (
     STATE_PARTS,
-    compute_state_difference,
+    compute_allocated_beside_state,
     compute_waited_seconds,
     read_as_published,
 )
@@ -82,20 +84,21 @@ def test_times_and_rates_of_one_step_are_the_same_statement() -> None:
 
 def test_memory_is_that_of_software_that_keeps_states_as_megatron_does() -> None:
     reading = dataclasses.replace(read(sharding="TP2 PP2 ZeRO-1"), state_bytes=(6.0, 12.0))
-    (prediction, *_) = predict_runs([reading.config])
-    parameters = prediction.memory.parts["parameters"] / 2
-    states = sum(prediction.memory.parts[part] for part in ("parameters", "gradients", "optimizer"))
-    assert compute_state_difference(reading, prediction.memory) == pytest.approx(parameters * (6 + 12 / 2) - states)
+    *_, config = map(build_published_config, reading.runs)
+    ranks = predict_beside_state(config, None, STATE_PARTS)
+    assert len(ranks) == 2
+    expected = max(parameter_bytes / 2 * (6 + 12 / 2) + peak_bytes for parameter_bytes, peak_bytes in ranks)
+    assert compute_allocated_beside_state(reading, config) == expected
+    scored = score(dataclasses.replace(reading, quantity=Quantity("peak_memory_allocated", 1e9)))
+    assert scored.predicted_value == pytest.approx(expected)
 
 
 def test_states_are_the_same_whichever_strategy_a_distributed_optimizer_is_predicted_as() -> None:
-    states = []
-    for words, parts in (("distributed optimizer", STATE_PARTS), ("FSDP", (*STATE_PARTS, "gathered"))):
+    sizes = []
+    for words in ("distributed optimizer", "FSDP"):
         reading = dataclasses.replace(read(sharding=f"PP2, {words}"), state_bytes=(6.0, 12.0))
-        (prediction, *_) = predict_runs([reading.config])
-        predicted = sum(prediction.memory.parts[part] for part in parts)
-        states.append(predicted + compute_state_difference(reading, prediction.memory))
-    assert states[1] == pytest.approx(states[0], rel=1e-3)  # ranks of FSDP have equal parts, rounded up
+        sizes.append(compute_allocated_beside_state(reading, build_published_config(reading.runs[1])))
+    assert sizes[1] == pytest.approx(sizes[0], rel=1e-2)  # ranks of FSDP have equal parts, rounded up
 
 
 def test_software_that_receives_in_turn_has_one_buffer_for_all_micro_batches() -> None:
@@ -135,10 +138,11 @@ def test_a_pipeline_with_asynchronous_tensor_parallelism_has_both() -> None:
 def test_logits_that_are_let_go_before_backward_are_taken_off_the_peak() -> None:
     line = {"strategy": "FSDP2", "sharding": "full_shard", "metric": "peak_memory", "unit": "GiB", "note": ""}
     reading = read(**line)
-    freed = dataclasses.replace(reading, extra_memory="freed_logits")
+    freed = dataclasses.replace(reading, loss_memory=LossMemory())
+    difference = predict_peak(reading.config) - predict_peak(reading.config, loss=LossMemory())
     vocabulary = reading.config.model.vocabulary_size  # type: ignore[attr-defined]
-    assert freed.extra_bytes == -2 * 64 * vocabulary
-    assert score(freed).predicted_value == pytest.approx(score(reading).predicted_value - 2 * 64 * vocabulary)
+    assert 0 < difference <= 2 * 64 * vocabulary
+    assert score(freed).predicted_value == pytest.approx(score(reading).predicted_value - difference)
 
 
 def test_a_pipeline_that_waits_for_its_sends_takes_longer_by_them() -> None:
