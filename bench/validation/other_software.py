@@ -10,6 +10,7 @@ nothing while it sends or receives (``deepspeed/runtime/pipe/engine.py``), where
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 from bench.config.run_config import RunConfig
 from bench.prediction.cost.collectives import ALL_GATHER, compute_collective_seconds, compute_send_seconds
@@ -18,9 +19,9 @@ from bench.prediction.other_loops import predict_beside_state, predict_peak
 from bench.prediction.pipeline.time import count_concurrent_pipelines
 from bench.prediction.prediction import MemoryPrediction, PredictedRange, Prediction, TimePrediction
 from bench.prediction.simulation.device_memory import predict_fit
+from bench.prediction.simulation.other_loop import LossMemory
 from bench.strategies.step_plan import PIPELINE_GROUP, TENSOR_GROUP
 from bench.validation.mesh_words import MicroBatches, continue_prediction
-from bench.validation.metrics import SPEED
 from bench.validation.readings import Reading, build_published_config
 
 STATE_PARTS: tuple[str, ...] = ("parameters", "gradients", "optimizer")
@@ -40,15 +41,12 @@ def read_as_published(reading: Reading, predictions: tuple[Prediction, ...]) -> 
 
 def _convert_memory(reading: Reading, predictions: tuple[Prediction, ...]) -> MemoryPrediction:
     """The memory of the first run, less or more by what the source's software has less or more of."""
-    memory, quantity = predictions[0].memory, reading.quantity
-    if quantity is None or quantity.kind == SPEED:
-        return memory
+    memory = predictions[0].memory
     num_runs = 1 if reading.micro_batches is None else len(reading.micro_batches.simulated)
     allocated = [prediction.memory.allocated.value for prediction in predictions[:num_runs]]
     if reading.state_bytes is not None:
-        assert reading.micro_batches is not None
-        *_, config = map(build_published_config, reading.runs[: len(reading.micro_batches.simulated)])
-        converted = compute_allocated_beside_state(reading, config)
+        last_run = reading.runs[num_runs - 1]
+        converted = compute_allocated_beside_state(last_run, reading.state_bytes, reading.loss_memory)
     else:
         converted = predict_peak(reading.config, loss=reading.loss_memory) if reading.loss_memory else allocated[0]
         if len(allocated) > 1:
@@ -60,15 +58,27 @@ def _convert_memory(reading: Reading, predictions: tuple[Prediction, ...]) -> Me
     return _shift(memory, difference) if difference else memory
 
 
-def compute_allocated_beside_state(reading: Reading, config: RunConfig) -> float:
-    """Peak of allocated memory of one of a row's runs, in bytes, where software keeps all its state all the time.
+@functools.lru_cache(maxsize=10_000)
+def compute_allocated_beside_state(
+    settings: tuple[tuple[str, str], ...], state_bytes: tuple[float, float], loss: LossMemory | None
+) -> float:
+    """Peak of allocated memory of a run, in bytes, where software keeps all its state all the time.
 
     It adds to the peak of all else, wherever that is: a run of the suite has no gradients yet when the stages of its
     pipeline hold most.
+
+    Parameters
+    ----------
+    settings: tuple
+        What the run was read as, of a mesh.
+    state_bytes: tuple of float
+        Per parameter: of what every rank has, and of what is divided among those with the same parameters.
+    loss: LossMemory, optional
+        What is held of the logits, where it is not what this suite holds.
     """
-    assert reading.state_bytes is not None
+    config = build_published_config(settings)
     layout, data = config.strategy.layout, config.strategy.data  # type: ignore[attr-defined]
-    whole_bytes, divided_bytes = reading.state_bytes
+    whole_bytes, divided_bytes = state_bytes
     num_parts = 1 if data == "ddp" else layout.get_degree("replicas", "shards", "context", "expert")
     bytes_per_parameter = (whole_bytes + divided_bytes / num_parts) / config.precision.parameter_dtype.itemsize
     state_parts = STATE_PARTS
@@ -77,7 +87,7 @@ def compute_allocated_beside_state(reading: Reading, config: RunConfig) -> float
         state_parts = (*STATE_PARTS, "gathered")
     return max(
         parameter_bytes * bytes_per_parameter + peak_bytes
-        for parameter_bytes, peak_bytes in predict_beside_state(config, reading.loss_memory, state_parts)
+        for parameter_bytes, peak_bytes in predict_beside_state(config, loss, state_parts)
     )
 
 

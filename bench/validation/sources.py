@@ -102,7 +102,7 @@ def find_source_knowledge(line: PublishedLine) -> SourceKnowledge:
             elif key == "assumed":
                 merged[key] = (*merged[key], value)
             elif key != "where":
-                merged[key] = str(value) if key == "torch_version" else value
+                merged[key] = str(value) if key == "torch_version" else tuple(value) if key == "state_bytes" else value
     return SourceKnowledge(**merged)
 
 

@@ -127,6 +127,15 @@ def test_every_schedule_trains_like_one_process(execute: Execute, family: str, d
     check_like_one_process(execute, (*MODELS[family], "model.num_layers=4"), 4, layouts)
 
 
+@pytest.mark.slow
+def test_heads_that_share_keys_are_divided_and_train_like_one_process(execute: Execute) -> None:
+    """Four heads for queries and two for keys: two ranks have one of those each, four ranks one each twice."""
+    model = (*MODELS["llama"], "model.num_heads=4", "model.num_kv_heads=2")
+    exchanged = "strategy.context_form=all_to_all"
+    layouts = {"fsdp2-cp2+all_to_all": (CONTEXT, exchanged), "cp4+all_to_all": ("strategy.context=4", exchanged)}
+    check_like_one_process(execute, model, 4, layouts)
+
+
 # With other ways to train, on four
 
 OUTSIDE_IN = "strategy.order=tensor-context-expert-shards-replicas-pipeline"

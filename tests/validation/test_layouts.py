@@ -88,7 +88,7 @@ def test_memory_is_that_of_software_that_keeps_states_as_megatron_does() -> None
     ranks = predict_beside_state(config, None, STATE_PARTS)
     assert len(ranks) == 2
     expected = max(parameter_bytes / 2 * (6 + 12 / 2) + peak_bytes for parameter_bytes, peak_bytes in ranks)
-    assert compute_allocated_beside_state(reading, config) == expected
+    assert compute_allocated_beside_state(reading.runs[-1], (6.0, 12.0), None) == expected
     scored = score(dataclasses.replace(reading, quantity=Quantity("peak_memory_allocated", 1e9)))
     assert scored.predicted_value == pytest.approx(expected)
 
@@ -96,8 +96,7 @@ def test_memory_is_that_of_software_that_keeps_states_as_megatron_does() -> None
 def test_states_are_the_same_whichever_strategy_a_distributed_optimizer_is_predicted_as() -> None:
     sizes = []
     for words in ("distributed optimizer", "FSDP"):
-        reading = dataclasses.replace(read(sharding=f"PP2, {words}"), state_bytes=(6.0, 12.0))
-        sizes.append(compute_allocated_beside_state(reading, build_published_config(reading.runs[1])))
+        sizes.append(compute_allocated_beside_state(read(sharding=f"PP2, {words}").runs[1], (6.0, 12.0), None))
     assert sizes[1] == pytest.approx(sizes[0], rel=1e-2)  # ranks of FSDP have equal parts, rounded up
 
 
