@@ -67,8 +67,8 @@ def _simulate_other_loop(
     *,
     divides_gradients: bool = False,
 ) -> list[SimulatedRank]:
-    """Each kind of rank after a step in which another software's loss is computed; `divides_gradients` where there are
-    stages alone."""
+    """Each kind of rank after a step in which another software's loss is computed; `divides_gradients` says something
+    of pipelines alone."""
     if config.strategy.timetable is not None:
         return pipeline_predictor.simulate_other_loop(
             config, build_trace_key(config), loss, build_rank, divides_gradients=divides_gradients

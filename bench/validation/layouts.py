@@ -25,10 +25,11 @@ LAYOUT_TARGETS = "Aimed at: a mean error of 8 %, at most 20 %; memory 5 %; a ran
 LAYOUT_HEAD = """Rows whose model is divided by tensor, pipeline, context or expert parallelism, each read as
 `strategy=mesh` (tensor parallelism under FSDP alone as `strategy=tensor_parallel`). A batch is the micro-batch of one
 copy of the model. Steps of pipelines are two predictions with other numbers of micro-batches, continued in a straight
-line. Memory is converted to what Megatron and DeepSpeed keep: parameters in 16
-bit, one gradient each, optimizer state and a copy of the parameters in fp32 (`state_bytes` of
-`results/published/sources.yaml`), and one buffer to receive a micro-batch in where torch has one for each. TFLOPS that
-count recomputation are compared with FLOPs that do."""
+line. Memory is converted to what Megatron and DeepSpeed keep all the time: parameters in 16 bit, one gradient each,
+optimizer state and a copy of the parameters in fp32 (`state_bytes` of `results/published/sources.yaml`). The peak of
+all else adds to that, with one buffer to receive a micro-batch in where torch has one for each, and a part of the
+gradient of an embedding that ranks share where torch computes all of it on each. TFLOPS that count recomputation are
+compared with FLOPs that do."""
 
 
 def list_layout_scores(scores: Sequence[Score]) -> list[Score]:

@@ -1,10 +1,11 @@
-"""Predictions of meshes as other software would have run them: exchanges of stages, receive buffers and states.
+"""Predictions as other software would have run them: exchanges of stages, receive buffers, states and losses.
 
 What is known to be different is converted, as TFLOPS that count recomputation are. A prediction is of torch's pieces,
 which receive every micro-batch of a step in a buffer of its own (`bench.prediction.pipeline.predictor`), and keep
 gradients twice in a pipeline under DDP. Megatron and DeepSpeed receive one after the other, and keep parameters in 16
 bit, gradients once, and a copy of parameters in fp32 beside the optimizer's state. DeepSpeed's pipeline computes
-nothing while it sends or receives (``deepspeed/runtime/pipe/engine.py``), where torch's goes on.
+nothing while it sends or receives (``deepspeed/runtime/pipe/engine.py``), where torch's goes on. What a loss holds of
+the logits is another thing in each (`bench.prediction.simulation.other_loop`).
 """
 
 from __future__ import annotations
