@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from bench.config.run_config import RunConfig
 from bench.prediction.cost.rank_speed import RankSpeed
@@ -11,6 +12,7 @@ from bench.prediction.predictor import simulate_planned_rank
 from bench.prediction.run_inputs import build_plan_inputs, build_trace_key
 from bench.prediction.simulation.device_memory import compute_workspace_bytes
 from bench.prediction.simulation.other_loop import LossMemory, RankBesideState
+from bench.prediction.simulation.rank_memory import ACTIVATION_MEMORY
 from bench.prediction.simulation.simulated_rank import SimulatedRank
 from bench.prediction.trace.scaled_trace import list_traced_batch_sizes
 from bench.prediction.trace.trace_cache import load_scaled_trace
@@ -37,11 +39,19 @@ def predict_peak(config: RunConfig, *, is_reentrant: bool = False, loss: LossMem
     return compute_workspace_bytes(config) + max(rank.peak.size for rank in ranks)
 
 
-def predict_beside_state(
-    config: RunConfig, loss: LossMemory | None, state_parts: Iterable[str]
-) -> list[tuple[float, float]]:
-    """Of each kind of rank: bytes of its parameters, and the peak of what it has beside its state, as
-    `RankBesideState` has it, with another software's loss.
+@dataclass(frozen=True)
+class BesideState:
+    """Of a kind of rank, in bytes."""
+
+    parameter_bytes: float
+    peak_bytes: float
+    """Of all that is not state."""
+    activation_bytes: float
+    """Of the peak, what waits for backward."""
+
+
+def predict_beside_state(config: RunConfig, loss: LossMemory | None, state_parts: Iterable[str]) -> list[BesideState]:
+    """What each kind of rank has beside its state, as `RankBesideState` has it, with another software's loss.
 
     Parameters
     ----------
@@ -54,7 +64,11 @@ def predict_beside_state(
         config, loss, lambda: RankBesideState(state_parts, micro_batches), divides_gradients=True
     )
     return [
-        (rank.state_bytes[PARAMETER_MEMORY], compute_workspace_bytes(config) + rank.peak.size)
+        BesideState(
+            rank.state_bytes[PARAMETER_MEMORY],
+            compute_workspace_bytes(config) + rank.peak.size,
+            rank.peak.parts[ACTIVATION_MEMORY],
+        )
         for rank in ranks
         if isinstance(rank, RankBesideState)
     ]

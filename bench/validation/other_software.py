@@ -45,9 +45,10 @@ def _convert_memory(reading: Reading, predictions: tuple[Prediction, ...]) -> Me
     memory = predictions[0].memory
     num_runs = 1 if reading.micro_batches is None else len(reading.micro_batches.simulated)
     allocated = [prediction.memory.allocated.value for prediction in predictions[:num_runs]]
+    margin = 0.0
     if reading.state_bytes is not None:
         last_run = reading.runs[num_runs - 1]
-        converted = compute_allocated_beside_state(last_run, reading.state_bytes, reading.loss_memory)
+        converted, margin = compute_allocated_beside_state(last_run, reading.state_bytes, reading.loss_memory)
     else:
         converted = predict_peak(reading.config, loss=reading.loss_memory) if reading.loss_memory else allocated[0]
         if len(allocated) > 1:
@@ -56,16 +57,17 @@ def _convert_memory(reading: Reading, predictions: tuple[Prediction, ...]) -> Me
             per_micro_batch = max(0.0, allocated[1] - allocated[0]) / (more - few)
             converted += per_micro_batch * ((1 if reading.receives_in_turn else reading.micro_batches.count) - few)
     difference = converted - memory.allocated.value
-    return _shift(memory, difference) if difference else memory
+    return _shift(memory, difference, margin) if difference else memory
 
 
 @functools.lru_cache(maxsize=10_000)
 def compute_allocated_beside_state(
     settings: tuple[tuple[str, str], ...], state_bytes: tuple[float, float], loss: LossMemory | None
-) -> float:
-    """Peak of allocated memory of a run, in bytes, where software keeps all its state all the time.
+) -> tuple[float, float]:
+    """Peak of allocated memory of a run, in bytes, where software keeps all its state all the time, and what of it may
+    not be there: half of what waits for backward where TransformerEngine keeps operands in 8 bits.
 
-    It adds to the peak of all else, wherever that is: a run of the suite has no gradients yet when the stages of its
+    The state adds to the peak of all else, wherever that is: a run of the suite has no gradients yet when the stages of its
     pipeline hold most.
 
     Parameters
@@ -86,9 +88,10 @@ def compute_allocated_beside_state(
     if data == "fsdp":
         bytes_per_parameter *= layout.get_degree("shards")
         state_parts = (*STATE_PARTS, "gathered")
+    share = 1 / 2 if config.precision.uses_transformer_engine else 0.0
     return max(
-        parameter_bytes * bytes_per_parameter + peak_bytes
-        for parameter_bytes, peak_bytes in predict_beside_state(config, loss, state_parts)
+        (rank.parameter_bytes * bytes_per_parameter + rank.peak_bytes, share * rank.activation_bytes)
+        for rank in predict_beside_state(config, loss, state_parts)
     )
 
 
@@ -127,13 +130,16 @@ def _add_waiting(time: TimePrediction, waited_s: float) -> TimePrediction:
     return dataclasses.replace(time, step_s=step_s, exposed_communication_s=exposed_s)
 
 
-def _shift(memory: MemoryPrediction, difference: float) -> MemoryPrediction:
+def _shift(memory: MemoryPrediction, difference: float, margin: float) -> MemoryPrediction:
+    """All of it moved, and the least that may be allocated by `margin` below what is expected, or more."""
+
     def shift(predicted: PredictedRange) -> PredictedRange:
         return PredictedRange(predicted.value + difference, predicted.low + difference, predicted.high + difference)
 
+    allocated = shift(memory.allocated)
     shifted = dataclasses.replace(
         memory,
-        allocated=shift(memory.allocated),
+        allocated=dataclasses.replace(allocated, low=min(allocated.low, allocated.value - margin)),
         active=shift(memory.active),
         reserved=shift(memory.reserved),
         device_used=shift(memory.device_used),

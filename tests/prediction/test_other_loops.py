@@ -87,7 +87,7 @@ def write_over(model: torch.nn.Module, batch: Any) -> torch.Tensor:
 
 
 def measure_peak(config: RunConfig, compute_loss: Callable[[torch.nn.Module, Any], torch.Tensor]) -> int:
-    """Bytes at the peak of a second step."""
+    """Bytes at the peak of a second step, of one micro-batch or several equal ones."""
     model = config.model.build_model()
     Materializer(model, config.model, torch.device("cpu"), seed=0).fill_model(model)
     batch = config.model.build_batch(config.batch_size_per_gpu, config.sequence_length, torch.Generator())
@@ -96,12 +96,17 @@ def measure_peak(config: RunConfig, compute_loss: Callable[[torch.nn.Module, Any
         with LiveStorages() as storages:
             storages.note((list(model.parameters()), list(model.buffers()), list(optimizer.state.values())))
             optimizer.zero_grad()
-            compute_loss(model, batch).backward()
+            for _ in range(config.gradient_accumulation):
+                compute_loss(model, batch).backward()
             optimizer.step()
     return storages.peak
 
 
-@pytest.mark.parametrize("settings", [MANY_LOGITS, WIDE_LAYERS], ids=["many logits", "wide layers"])
+@pytest.mark.parametrize(
+    "settings",
+    [MANY_LOGITS, WIDE_LAYERS, (*MANY_LOGITS, "gradient_accumulation=2")],
+    ids=["many logits", "wide layers", "two micro-batches"],
+)
 @pytest.mark.parametrize(("loss", "compute_loss"), [(FREED, let_go), (IN_PLACE, write_over)], ids=["freed", "in place"])
 def test_peaks_of_other_losses_are_those_of_loops_that_compute_them(
     settings: tuple[str, ...], loss: LossMemory, compute_loss: Callable[..., torch.Tensor]
@@ -154,8 +159,8 @@ def test_the_first_stage_has_most_beside_its_state_and_the_last_one_logits() -> 
         "strategy.schedule=1f1b", "strategy.micro_batches=4", "batch_size_per_gpu=8", "hardware=h100_80gb",
         "precision=bf16_pure", "sequence_length=64",
     )  # fmt: skip
-    (_, first), (_, last) = predict_beside_state(config, None, STATE)
-    (_, same), (_, less) = predict_beside_state(config, IN_PLACE, STATE)
+    first, last = (rank.peak_bytes for rank in predict_beside_state(config, None, STATE))
+    same, less = (rank.peak_bytes for rank in predict_beside_state(config, IN_PLACE, STATE))
     assert same == first > less
     assert last - less > 4 * 64 * 2048  # of 4 sequences of a micro-batch, a byte of each logit and more
 
