@@ -67,8 +67,8 @@ def compute_allocated_beside_state(
     """Peak of allocated memory of a run, in bytes, where software keeps all its state all the time, and what of it may
     not be there: half of what waits for backward where TransformerEngine keeps operands in 8 bits.
 
-    The state adds to the peak of all else, wherever that is: a run of the suite has no gradients yet when the stages of its
-    pipeline hold most.
+    The state adds to the peak of all else, wherever that is: a run of the suite has no gradients yet when the stages of
+    its pipeline hold most.
 
     Parameters
     ----------
