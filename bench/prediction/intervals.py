@@ -76,10 +76,6 @@ class IntervalFactors:
         value = predicted.value
         return PredictedRange(value, min(predicted.low, value * self.low), max(predicted.high, value * self.high))
 
-    def compound(self, predicted: PredictedRange) -> PredictedRange:
-        """The same of a value that is not certain by itself, for a reason that has nothing to do with this interval."""
-        return PredictedRange(predicted.value, predicted.low * self.low, predicted.high * self.high)
-
 
 @functools.cache
 def load_interval_file(path: Path = INTERVALS_FILE) -> Mapping[str, Any]:
@@ -159,7 +155,7 @@ def _add_memory_intervals(
         for metric in (ALLOCATED, RESERVED, DEVICE_USED)
     )
     finds_place = memory.verdict == FITS  # without an interval that is all that keeps what is allocated from fitting
-    allocated_range, reserved_range = allocated.compound(memory.allocated), reserved.widen(memory.reserved)
+    allocated_range, reserved_range = allocated.widen(memory.allocated), reserved.widen(memory.reserved)
     memory = dataclasses.replace(
         memory,
         allocated=allocated_range,

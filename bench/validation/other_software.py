@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 
 from bench.config.run_config import RunConfig
 from bench.prediction.cost.collectives import ALL_GATHER, compute_collective_seconds, compute_send_seconds
 from bench.prediction.cost.rank_speed import build_collective_group
+from bench.prediction.intervals import ALLOCATED, classify_hardware, find_factors, is_layout
 from bench.prediction.other_loops import predict_beside_state, predict_peak
 from bench.prediction.pipeline.time import count_concurrent_pipelines
 from bench.prediction.prediction import MemoryPrediction, PredictedRange, Prediction, TimePrediction
@@ -57,7 +59,16 @@ def _convert_memory(reading: Reading, predictions: tuple[Prediction, ...]) -> Me
             per_micro_batch = max(0.0, allocated[1] - allocated[0]) / (more - few)
             converted += per_micro_batch * ((1 if reading.receives_in_turn else reading.micro_batches.count) - few)
     difference = converted - memory.allocated.value
-    return _shift(memory, difference, margin) if difference else memory
+    if not difference:
+        return memory
+    low = math.inf
+    if margin:  # two reasons to be uncertain, which have nothing to do with each other
+        config = reading.config
+        factors = find_factors(
+            ALLOCATED, classify_hardware(config.hardware), is_complete=False, is_layout=is_layout(config)
+        )
+        low = (converted - margin) * factors.low
+    return _shift(memory, difference, low)
 
 
 @functools.lru_cache(maxsize=10_000)
@@ -130,8 +141,8 @@ def _add_waiting(time: TimePrediction, waited_s: float) -> TimePrediction:
     return dataclasses.replace(time, step_s=step_s, exposed_communication_s=exposed_s)
 
 
-def _shift(memory: MemoryPrediction, difference: float, margin: float) -> MemoryPrediction:
-    """All of it moved, and the least that may be allocated by `margin` below what is expected, or more."""
+def _shift(memory: MemoryPrediction, difference: float, low: float) -> MemoryPrediction:
+    """All of it moved; what is allocated may be as little as `low`, or less."""
 
     def shift(predicted: PredictedRange) -> PredictedRange:
         return PredictedRange(predicted.value + difference, predicted.low + difference, predicted.high + difference)
@@ -139,7 +150,7 @@ def _shift(memory: MemoryPrediction, difference: float, margin: float) -> Memory
     allocated = shift(memory.allocated)
     shifted = dataclasses.replace(
         memory,
-        allocated=dataclasses.replace(allocated, low=min(allocated.low, allocated.value - margin)),
+        allocated=dataclasses.replace(allocated, low=min(allocated.low, low)),
         active=shift(memory.active),
         reserved=shift(memory.reserved),
         device_used=shift(memory.device_used),
