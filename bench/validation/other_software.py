@@ -18,10 +18,10 @@ from bench.config.run_config import RunConfig
 from bench.prediction.cost.collectives import ALL_GATHER, compute_collective_seconds, compute_send_seconds
 from bench.prediction.cost.rank_speed import build_collective_group
 from bench.prediction.intervals import ALLOCATED, classify_hardware, find_factors, is_layout
-from bench.prediction.other_loops import predict_beside_state, predict_peak
+from bench.prediction.other_software_memory import predict_beside_state, predict_peak
 from bench.prediction.pipeline.time import count_concurrent_pipelines
 from bench.prediction.prediction import MemoryPrediction, PredictedRange, Prediction, TimePrediction
-from bench.prediction.simulation.device_memory import predict_fit
+from bench.prediction.simulation.device_memory import find_float8_margins, predict_fit
 from bench.prediction.simulation.other_loop import LossMemory
 from bench.strategies.step_plan import PIPELINE_GROUP, TENSOR_GROUP
 from bench.validation.mesh_words import MicroBatches, continue_prediction
@@ -99,9 +99,11 @@ def compute_allocated_beside_state(
     if data == "fsdp":
         bytes_per_parameter *= layout.get_degree("shards")
         state_parts = (*STATE_PARTS, "gathered")
-    share = 1 / 2 if config.precision.uses_transformer_engine else 0.0
     return max(
-        (rank.parameter_bytes * bytes_per_parameter + rank.peak_bytes, share * rank.activation_bytes)
+        (
+            rank.parameter_bytes * bytes_per_parameter + rank.peak_bytes,
+            find_float8_margins(config, {"activations": rank.activation_bytes, "parameters": 0.0})[0],
+        )
         for rank in predict_beside_state(config, loss, state_parts)
     )
 

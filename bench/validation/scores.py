@@ -22,7 +22,7 @@ from bench.prediction.intervals import (
     is_layout,
     is_time_known,
 )
-from bench.prediction.other_loops import predict_peak
+from bench.prediction.other_software_memory import predict_peak
 from bench.prediction.prediction import DOES_NOT_FIT, FITS, MemoryPrediction, PredictedRange, Prediction
 from bench.prediction.predictor import predict_runs
 from bench.validation.metrics import (

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
-from bench.prediction.other_loops import predict_peak
+from bench.prediction.other_software_memory import predict_peak
 from bench.prediction.predictor import predict_run
 from tests.conftest import compose_run_config
 

@@ -9,7 +9,7 @@ import pytest
 
 from bench.core.errors import ImpossibleError
 from bench.prediction.intervals import COMPLETE, LAYOUTS, ROUGH
-from bench.prediction.other_loops import predict_beside_state, predict_peak
+from bench.prediction.other_software_memory import predict_beside_state, predict_peak
 from bench.prediction.predictor import predict_runs
 from bench.prediction.simulation.other_loop import LossMemory
 from bench.strategies.pipeline.schedule import Timetable

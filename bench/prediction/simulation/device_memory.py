@@ -96,7 +96,7 @@ def predict_memory(
     else:
         late_bytes = max(0.0, _find_peak_active(config, simulated_rank) - simulated_rank.peak.size)
         size = simulated_rank.peak.size + compute_workspace_bytes(config)
-        fewer_bytes, more_bytes = _find_float8_margins(config, simulated_rank.peak.parts)
+        fewer_bytes, more_bytes = find_float8_margins(config, simulated_rank.peak.parts)
         allocated, active = (
             PredictedRange(value, value - fewer_bytes, value + more_bytes) for value in (size, size + late_bytes)
         )
@@ -142,7 +142,7 @@ def _find_peak_active(config: RunConfig, simulated_rank: SimulatedRank) -> float
     return simulated_rank.peak_active_bytes
 
 
-def _find_float8_margins(config: RunConfig, parts: Mapping[str, float]) -> tuple[float, float]:
+def find_float8_margins(config: RunConfig, parts: Mapping[str, float]) -> tuple[float, float]:
     """Bytes that TransformerEngine may take less and more than what was traced, which is bf16: operands that wait for
     backward are in 8 bits, half as much at most; and it keeps weights in 8 bits as well, with a transposed copy where
     the GPU multiplies no other."""

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from bench.config.run_config import RunConfig
 from bench.models.materialize import Materializer
-from bench.prediction.other_loops import predict_beside_state, predict_peak
+from bench.prediction.other_software_memory import predict_beside_state, predict_peak
 from bench.prediction.predictor import predict_run
 from bench.prediction.simulation.other_loop import LossMemory, RankBesideState, compute_own_gradients
 from bench.prediction.trace.chunks import Chunk, SegmentAtBatch
