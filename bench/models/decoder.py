@@ -155,7 +155,7 @@ def build_decoder_division(model: nn.Module, blocks: nn.ModuleList, *, sequence_
     for name, module in model.named_modules():
         layer = name.rpartition(".")[2]
         if layer == "embed_tokens":
-            division.parallel_styles.append((module, RowwiseEmbedding(input_layouts=Replicate())))
+            division.parallel_styles.append((module, RowwiseEmbedding()))
         elif layer == "self_attn":
             # Once for query, key and value, so that their gradients are added up before they are sent.
             gathered_input = PrepareModuleInput(

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
@@ -59,23 +59,39 @@ class LayerDivision:
         return matrices.transpose(-3, -2).flatten(-3)
 
 
-class RowwiseEmbedding(RowwiseParallel):
-    """`RowwiseParallel` for a table of embeddings, whose output is waited for.
+class RowwiseEmbedding(ParallelStyle):
+    """A table of embeddings divided over its rows: each rank looks up the tokens whose rows it has, and what the ranks
+    found is added up, as in Megatron-LM (Shoeybi et al. 2019, section 3).
 
-    RowwiseParallel hands on an `AsyncCollectiveTensor`. A compiled block that takes one as it is loses its gradient, so
-    that the table has none, or fails in backward (torch 2.13).
+    `RowwiseParallel` does the same forward. Backward it computes the gradient of the whole table on every rank, for
+    DTensor has no form of ``embedding_dense_backward`` that divides rows; and it hands on an `AsyncCollectiveTensor`,
+    which costs the table its gradient where a compiled block takes it as it is (both torch 2.13).
     """
 
-    @staticmethod
-    def _prepare_output_fn(
-        output_layouts: tuple[Placement, ...],
-        use_local_output: bool,
-        mod: nn.Module,
-        outputs: DTensor,
-        device_mesh: DeviceMesh,
-    ) -> torch.Tensor:
-        output = outputs.redistribute(placements=output_layouts)
-        return output.to_local() if use_local_output else output
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if type(module) is not nn.Embedding:
+            raise NotImplementedError(f"{type(module).__name__} is not a plain nn.Embedding.")
+        weight = distribute_tensor(module.weight, device_mesh, [Shard(0)], src_data_rank=self.src_data_rank)
+        module.register_parameter("weight", nn.Parameter(weight, requires_grad=module.weight.requires_grad))
+        module.forward = partial(_embed_with_own_rows, module)  # type: ignore[method-assign]
+        return module
+
+
+def _embed_with_own_rows(table: nn.Embedding, tokens: torch.Tensor) -> torch.Tensor:
+    """Embeddings of whole sequences of tokens, the same on every rank."""
+    assert isinstance(table.weight, DTensor)
+    mesh, rows = table.weight.device_mesh, table.weight.to_local()
+    first_row = mesh.get_local_rank() * -(-table.num_embeddings // mesh.size())
+    positions = tokens - first_row
+    is_elsewhere = (positions < 0) | (positions >= rows.shape[0])
+    padding = None if table.padding_idx is None else table.padding_idx - first_row
+    found = nn.functional.embedding(
+        positions.masked_fill(is_elsewhere, 0),
+        rows,
+        padding_idx=padding if padding in range(rows.shape[0]) else None,
+    ).masked_fill_(is_elsewhere.unsqueeze(-1), 0.0)
+    partial_sums = DTensor.from_local(found, mesh, [Partial()], run_check=False)
+    return partial_sums.redistribute(placements=[Replicate()]).to_local()
 
 
 class ColwiseConv1D(ColwiseParallel):

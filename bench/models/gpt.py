@@ -170,7 +170,7 @@ class GPTFamily(Family):
         for name, module in model.named_modules():
             layer = name.rpartition(".")[2]
             if layer == "wte":
-                layer_division.parallel_styles.append((module, RowwiseEmbedding(input_layouts=Replicate())))
+                layer_division.parallel_styles.append((module, RowwiseEmbedding()))
             elif layer == "attn":
                 layer_division.divided_attributes += [
                     (module, attribute) for attribute in ("num_heads", "embed_dim", "split_size")

@@ -206,7 +206,7 @@ class T5Family(Family):
         for name, module in model.named_modules():
             layer = name.rpartition(".")[2]
             if layer in ("shared", "embed_tokens"):
-                layer_division.parallel_styles.append((module, RowwiseEmbedding(input_layouts=replicated)))
+                layer_division.parallel_styles.append((module, RowwiseEmbedding()))
             elif layer in ("SelfAttention", "EncDecAttention"):
                 # Once for query, key and value, so that their gradients are added up before they are sent.
                 layer_division.parallel_styles.append(

@@ -60,9 +60,7 @@ def predict_beside_state(config: RunConfig, loss: LossMemory | None, state_parts
     """
     timetable = config.strategy.timetable
     micro_batches = 1 if timetable is None else timetable.micro_batches
-    ranks = _simulate_other_loop(
-        config, loss, lambda: RankBesideState(state_parts, micro_batches), divides_gradients=True
-    )
+    ranks = _simulate_other_loop(config, loss, lambda: RankBesideState(state_parts, micro_batches))
     return [
         BesideState(
             rank.state_bytes[PARAMETER_MEMORY],
@@ -75,18 +73,11 @@ def predict_beside_state(config: RunConfig, loss: LossMemory | None, state_parts
 
 
 def _simulate_other_loop(
-    config: RunConfig,
-    loss: LossMemory | None,
-    build_rank: Callable[[], SimulatedRank],
-    *,
-    divides_gradients: bool = False,
+    config: RunConfig, loss: LossMemory | None, build_rank: Callable[[], SimulatedRank]
 ) -> list[SimulatedRank]:
-    """Each kind of rank after a step in which another software's loss is computed; `divides_gradients` says something
-    of pipelines alone."""
+    """Each kind of rank after a step in which another software's loss is computed."""
     if config.strategy.timetable is not None:
-        return pipeline_predictor.simulate_other_loop(
-            config, build_trace_key(config), loss, build_rank, divides_gradients=divides_gradients
-        )
+        return pipeline_predictor.simulate_other_loop(config, build_trace_key(config), loss, build_rank)
     scaled_trace = load_scaled_trace(
         build_trace_key(config), list_traced_batch_sizes(config.sequences_per_device, is_compiled=config.compile)
     )

@@ -92,17 +92,10 @@ class ParameterSpec:
     """The weight of a layer within a block, with two dimensions."""
     is_expert: bool = False
     """Of the experts of a layer, where other ranks have other ones."""
-    whole_gradient_numel: int | None = None
-    """Elements of its gradient where autograd leaves that whole and this is a part."""
 
     @functools.cached_property
     def numel(self) -> int:
         return math.prod(self.shape)
-
-    @property
-    def gradient_numel(self) -> int:
-        """Elements of its gradient as autograd leaves it."""
-        return self.numel if self.whole_gradient_numel is None else self.whole_gradient_numel
 
     def compute_first_shard_numel(self, num_ranks: int, dimension: int = 0) -> int:
         """Elements of the first of so many shards along a dimension, than which the others are never larger."""

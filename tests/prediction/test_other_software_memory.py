@@ -16,9 +16,7 @@ from bench.config.run_config import RunConfig
 from bench.models.materialize import Materializer
 from bench.prediction.other_software_memory import predict_beside_state, predict_peak
 from bench.prediction.predictor import predict_run
-from bench.prediction.simulation.other_loop import LossMemory, RankBesideState, compute_own_gradients
-from bench.prediction.trace.chunks import Chunk, SegmentAtBatch
-from bench.strategies.step_plan import ParameterSpec
+from bench.prediction.simulation.other_loop import LossMemory, RankBesideState
 from bench.validation.command import list_published_lines
 from bench.validation.readings import read_line
 from bench.validation.scores import score_readings
@@ -122,21 +120,6 @@ def test_with_this_suites_loss_the_peak_is_what_a_run_is_predicted_to_have() -> 
 
 
 # State that is there all the time
-
-
-def build_segment(place: tuple[int, int] | None, peak_bytes: float) -> SegmentAtBatch:
-    chunk = Chunk(peak_bytes, 0.0, 0.0, 0.0, seconds=1.0, num_kernels=1, completed_gradient="weight")
-    return SegmentAtBatch("backward", 0, place, (chunk,))
-
-
-def test_a_gradient_that_torch_computes_whole_is_computed_in_parts() -> None:
-    """Of four ranks, a part of 100 elements of 2 bytes each: 200 of 800 bytes."""
-    parameters = {"weight": ParameterSpec("weight", (10, 10))}
-    outside = build_segment(None, peak_bytes=830.0)
-    assert compute_own_gradients(outside, parameters, 4, 2).chunks[0].peak_bytes == 230
-    smaller, within_block = build_segment(None, peak_bytes=790.0), build_segment((0, 0), peak_bytes=830.0)
-    for same, num_parts in ((smaller, 4), (within_block, 4), (outside, 1)):
-        assert compute_own_gradients(same, parameters, num_parts, 2).chunks == same.chunks
 
 
 def test_what_is_beside_state_has_neither_state_nor_the_optimizers_step() -> None:

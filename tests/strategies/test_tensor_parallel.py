@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.core.errors import ImpossibleError
 from bench.models.division import LayerDivision
@@ -23,7 +24,7 @@ from bench.prediction.simulation.parameter_layout import build_parameter_layout
 from bench.prediction.trace.fake_process_group import split_model
 from bench.prediction.trace.trace_recorder import trace_step
 from bench.strategies.step_plan import REPLICA_GROUP, SHARD_GROUP, TENSOR_GROUP, WORLD_GROUP
-from bench.strategies.tensor_parallel.split import TensorParallelSplit, find_whole_gradients
+from bench.strategies.tensor_parallel.split import TensorParallelSplit
 from tests.conftest import SMALL_GPT, SMALL_LLAMA, SMALL_MOE, SMALL_T5, compose_run_config
 
 Execute = Callable[..., list[dict[str, Any]]]
@@ -290,22 +291,37 @@ def test_a_model_is_as_it_was_after_it_has_been_traced() -> None:
     assert torch.ops.aten._log_softmax.default not in DTensor._op_dispatcher._custom_op_handlers
 
 
+class LookupShapes(TorchDispatchMode):
+    """Shapes of what lookups in tables of embeddings are made of, and of the gradients of these tables."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables: set[torch.Size] = set()
+        self.gradients: set[torch.Size] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.embedding.default:
+            self.tables.add(args[0].shape)
+        elif func is torch.ops.aten.embedding_dense_backward.default:
+            self.gradients.add(result.shape)
+        return result
+
+
 @pytest.mark.parametrize("tie", [True, False])
-def test_which_gradients_torch_leaves_whole_is_known(tie: bool) -> None:
-    """Of a table of embeddings that is divided, unless the head divides it: as a backward with DTensors shows."""
-    config = compose_run_config(*SMALL_LLAMA, f"model.tie_embeddings={str(tie).lower()}")
-    model = config.model.build_model()
-    Materializer(model, config.model, torch.device("cpu"), seed=1).fill_model(model)
-    split = TensorParallelSplit(2, sequence_parallel=True, keeps_dtensors=True)
-    with split_model(split, config.model, model):
+@pytest.mark.parametrize("model", [SMALL_LLAMA, SMALL_T5], ids=["llama", "t5"])
+def test_of_a_table_of_embeddings_ranks_have_rows_and_the_gradient_of_these(model: tuple[str, ...], tie: bool) -> None:
+    """torch's own style has every rank compute the gradient of the whole table."""
+    config = compose_run_config(*model, f"model.tie_embeddings={str(tie).lower()}")
+    built = config.model.build_model()
+    Materializer(built, config.model, torch.device("cpu"), seed=1).fill_model(built)
+    with split_model(TensorParallelSplit(2, sequence_parallel=True, keeps_dtensors=True), config.model, built):
         batch = config.model.build_batch(1, 32, torch.Generator().manual_seed(0))
-        model(**batch.inputs)["logits"].sum().backward()
-        whole = {
-            id(parameter): parameter.grad.to_local().numel()
-            for parameter in model.parameters()
-            if isinstance(parameter, DTensor)
-            and isinstance(parameter.grad, DTensor)
-            and parameter.grad.to_local().numel() > parameter.to_local().numel()
-        }
-        assert find_whole_gradients(model) == whole
-        assert len(whole) == (0 if tie else 1)
+        with LookupShapes() as shapes:
+            built(**batch.inputs)["logits"].sum().backward()
+    own_rows = {torch.Size((64, 32))}
+    assert own_rows <= shapes.tables
+    assert own_rows <= shapes.gradients
+    assert not {shape for shape in shapes.tables | shapes.gradients if shape[0] > 64}
+    for parameter in built.parameters():
+        assert not isinstance(parameter, DTensor) or parameter.grad.to_local().shape == parameter.to_local().shape

@@ -17,7 +17,6 @@ from bench.prediction.simulation.other_loop import (
     RECEIVED_NAME,
     SENT_NAME,
     LossMemory,
-    compute_own_gradients,
     replace_loss_memory,
 )
 from bench.prediction.simulation.rank_memory import ACTIVATION_MEMORY
@@ -74,8 +73,6 @@ def simulate_other_loop(
     key: TraceKey,
     loss: LossMemory | None,
     build_rank: Callable[[], SimulatedRank],
-    *,
-    divides_gradients: bool,
 ) -> list[SimulatedRank]:
     """Every rank after a step in which another software's loss is computed.
 
@@ -83,24 +80,10 @@ def simulate_other_loop(
     ----------
     build_rank: callable
         A rank before the step.
-    divides_gradients: bool
-        See `compute_own_gradients`.
     """
-    timetable, split = config.strategy.timetable, config.strategy.build_tensor_parallel_split()
+    timetable = config.strategy.timetable
     assert timetable is not None
-    stages = build_pipeline_stages(config, key, timetable)
-    if divides_gradients and split is not None:
-        itemsize = config.precision.parameter_dtype.itemsize
-        stages = [
-            stage.replace_segments(
-                [
-                    compute_own_gradients(segment, parameters, split.degree, itemsize)
-                    for segment, _, parameters in stage.segments
-                ]
-            )
-            for stage in stages
-        ]
-    *stages, last_stage = stages
+    *stages, last_stage = build_pipeline_stages(config, key, timetable)
     if loss is not None:
         # What a schedule of torch holds of them longer is held by none of the others.
         num_logits = last_stage.logits_bytes / config.precision.compute_dtype.itemsize

@@ -48,7 +48,7 @@ from bench.prediction.trace.trace_cache import HashableHardware, load_scaled_tra
 from bench.strategies.pipeline.schedule import FORWARD, Timetable
 from bench.strategies.pipeline.step_plans import StagePlan, StageUnits, find_tied_parameters
 from bench.strategies.step_plan import ParameterSpec, ShardingUnit
-from bench.strategies.tensor_parallel.split import find_local_shape, find_whole_gradients
+from bench.strategies.tensor_parallel.split import find_local_shape
 
 
 @dataclass(frozen=True)
@@ -322,7 +322,7 @@ def _collect_stage_parameters(
         stage = short_stage.stage
         locations = locate_stage_parameters(stage)
         hidden_matrix_ids = {id(matrix) for matrix in find_hidden_matrices(stage.block_lists)}
-        expert_ids, whole_gradients = find_spread_experts(stage, key.trace_key.split), find_whole_gradients(stage)
+        expert_ids = find_spread_experts(stage, key.trace_key.split)
         parameters_by_place: dict[BlockPlace, dict[str, ParameterSpec]] = {None: {}}
         for parameter in stage.parameters():
             place, name = locations[id(parameter)]
@@ -331,7 +331,6 @@ def _collect_stage_parameters(
                 tuple(find_local_shape(parameter)),
                 is_hidden_matrix=id(parameter) in hidden_matrix_ids,
                 is_expert=id(parameter) in expert_ids,
-                whole_gradient_numel=whole_gradients.get(id(parameter)),
             )
         order_keys = compute_order_keys([locations[id(parameter)] for parameter in stage.parameters()])
     return parameters_by_place, order_keys

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from bench.prediction.simulation.simulated_rank import RankSpeed, SimulatedRank
 from bench.prediction.trace.chunks import Chunk, SegmentAtBatch
 from bench.prediction.trace.trace import LOSS_PLACE
-from bench.strategies.step_plan import ParameterSpec
 
 RECEIVED_NAME, SENT_NAME, HELD_LOGITS_NAME = "received", "sent", "logits"
 """Under which a pipeline's rank holds what its schedule keeps of all micro-batches."""
@@ -54,33 +53,6 @@ class RankBesideState(SimulatedRank):
     def note_peak(self, extra_bytes: float, lasting_bytes: float, gradient_bytes: float = 0.0) -> None:
         if self.phase != "optimizer":
             super().note_peak(extra_bytes - gradient_bytes, lasting_bytes)
-
-
-def compute_own_gradients(
-    segment: SegmentAtBatch, parameters: Mapping[str, ParameterSpec], num_parts: int, itemsize: int
-) -> SegmentAtBatch:
-    """The segment of ranks that compute nothing of a gradient but their part.
-
-    Of an embedding whose rows are split torch computes the whole gradient on every rank, and keeps a part (2.13, the
-    strategies of ``embedding_dense_backward`` in ``torch/distributed/tensor/_ops/_embedding_ops.py``).
-
-    Parameters
-    ----------
-    parameters: mapping
-        Of the segment, as a rank has them.
-    num_parts: int
-        Over how many ranks they are split.
-    itemsize: int
-        Of an element of a gradient.
-    """
-    chunks = []
-    for chunk in segment.chunks:
-        spec = parameters.get(chunk.completed_gradient or "")
-        own_bytes = 0 if spec is None or segment.place is not None else spec.numel * itemsize
-        if num_parts > 1 and 0 < num_parts * own_bytes <= chunk.peak_bytes:
-            chunk = dataclasses.replace(chunk, peak_bytes=chunk.peak_bytes - (num_parts - 1) * own_bytes)
-        chunks.append(chunk)
-    return dataclasses.replace(segment, chunks=tuple(chunks))
 
 
 def replace_loss_memory(

@@ -17,7 +17,7 @@ from bench.prediction.trace.fake_process_group import split_model
 from bench.prediction.trace.trace import LOSS_PLACE, BlockPlace
 from bench.prediction.trace.trace_recorder import count_traced_blocks, locate_parameters
 from bench.strategies.step_plan import ParameterSpec, ShardingUnit
-from bench.strategies.tensor_parallel.split import TensorParallelSplit, find_local_shape, find_whole_gradients
+from bench.strategies.tensor_parallel.split import TensorParallelSplit, find_local_shape
 
 ROOT_LABEL, LOSS_LABEL = "outside the blocks", "loss"
 
@@ -104,7 +104,7 @@ def _build_layout(
     stored_formats = family.find_stored_formats(model)
     hidden_matrix_ids = {id(matrix) for matrix in find_hidden_matrices(family.find_block_lists(model))}
     traced_parameters: dict[BlockPlace, dict[str, ParameterSpec]] = {None: {}}
-    locations, whole_gradients = locate_parameters(family, model), find_whole_gradients(model)
+    locations = locate_parameters(family, model)
     for parameter in model.parameters():
         place, name = locations[id(parameter)]
         stored_format = stored_formats.get(id(parameter))
@@ -117,7 +117,6 @@ def _build_layout(
             0 if stored_format is None else stored_format.scale_bytes,
             id(parameter) in hidden_matrix_ids,
             id(parameter) in expert_ids,
-            whole_gradients.get(id(parameter)),
         )
     block_counts = _count_blocks(family)
     list_paths = _find_block_list_paths(family, model)

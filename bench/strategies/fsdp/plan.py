@@ -120,7 +120,7 @@ class FSDP2Plan(ShardedPlan):
             sum(self._list_recut_bytes(unit.parameters)),
             tuple(self._list_recut_bytes(unit.trained_parameters)),
             sum(map(self.compute_gradient_bytes, unit.trained_parameters)),
-            sum(parameter.gradient_numel for parameter in unit.trained_parameters) * self.inputs.reduce_itemsize,
+            sum(parameter.numel for parameter in unit.trained_parameters) * self.inputs.reduce_itemsize,
             self.count_unit_shards(unit),
         )
 
@@ -183,7 +183,7 @@ class FSDP2Plan(ShardedPlan):
 
     def compute_gradient_bytes(self, parameter: ParameterSpec) -> int:
         """In the format it is computed in."""
-        return parameter.gradient_numel * self.inputs.find_compute_itemsize(parameter)
+        return parameter.numel * self.inputs.find_compute_itemsize(parameter)
 
     def choose_gradient_handling(self, unit: ShardingUnit) -> str:
         """Whole until the unit's backward is over."""
@@ -203,8 +203,6 @@ class FSDP2Plan(ShardedPlan):
             self.add_gradients(device, sizes.gradient_bytes, kept_bytes)
         if is_accumulated:
             self._accumulate_gradients(device, unit)
-        if self._synchronize:
-            self._divide_gradients(device, unit, is_accumulated=is_accumulated)
         self._reshard_unit(device, unit)
         if not self._synchronize:
             if self._reduces_in_other_dtype(unit) and not is_accumulated and unit.trained_parameters:
@@ -267,7 +265,7 @@ class FSDP2Plan(ShardedPlan):
         device.copy_within_device("to the format that is reduced", sizes.gradient_bytes + sizes.cast_gradient_bytes)
         cast_bytes = 0
         for parameter in unit.trained_parameters:
-            cast_bytes += parameter.gradient_numel * self.inputs.reduce_itemsize
+            cast_bytes += parameter.numel * self.inputs.reduce_itemsize
             device.allocate(f"accumulated {unit.index}", cast_bytes, GRADIENT_MEMORY)
             device.grow_allocation(name_unit_gradients(unit), -self.compute_gradient_bytes(parameter), GRADIENT_MEMORY)
         device.free(name_unit_gradients(unit))
@@ -275,19 +273,10 @@ class FSDP2Plan(ShardedPlan):
     def _accumulate_gradients(self, device: PlanDevice, unit: ShardingUnit) -> None:
         """Gradients are added to those that stayed, one after the other, which a CPU converts first."""
         for parameter in unit.trained_parameters if self.inputs.is_on_cpu else ():
-            device.allocate("converted", parameter.gradient_numel * self.inputs.reduce_itemsize, GRADIENT_MEMORY)
+            device.allocate("converted", parameter.numel * self.inputs.reduce_itemsize, GRADIENT_MEMORY)
             device.free("converted")
             device.grow_allocation(name_unit_gradients(unit), -self.compute_gradient_bytes(parameter), GRADIENT_MEMORY)
         device.free(name_unit_gradients(unit))
-
-    def _divide_gradients(self, device: PlanDevice, unit: ShardingUnit, *, is_accumulated: bool) -> None:
-        """Of gradients that are whole where a rank has a part of the parameter, that part alone is reduced."""
-        name = f"accumulated {unit.index}" if is_accumulated else name_unit_gradients(unit)
-        itemsize = self.inputs.reduce_itemsize if is_accumulated else self._find_compute_itemsize(unit)
-        for parameter in unit.trained_parameters:
-            if parameter.whole_gradient_numel is not None:
-                device.grow_allocation(name, parameter.numel * itemsize, GRADIENT_MEMORY)
-                device.grow_allocation(name, -parameter.whole_gradient_numel * itemsize, GRADIENT_MEMORY)
 
     def _free_gradients(self, device: PlanDevice, unit: ShardingUnit) -> None:
         device.free(name_unit_gradients(unit))

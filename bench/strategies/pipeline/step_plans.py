@@ -346,18 +346,18 @@ class ShardedStagePlan(StagePlan):
     def compute_accumulation_bytes(self, unit: ShardingUnit) -> float:
         """The largest of them, converted."""
         return (
-            max((parameter.gradient_numel for parameter in unit.parameters), default=0) * self._reduce_itemsize
+            max((parameter.numel for parameter in unit.parameters), default=0) * self._reduce_itemsize
             if self._converts_gradients
             else 0.0
         )
 
     def compute_kept_gradient_bytes(self, parameter: ParameterSpec) -> float:
         """Whole, in the format it is computed in, unless it is converted as soon as its unit is over."""
-        return 0.0 if self._converts_gradients else float(parameter.gradient_numel * self._compute_itemsize)
+        return 0.0 if self._converts_gradients else float(parameter.numel * self._compute_itemsize)
 
     def compute_added_bytes(self, parameter: ParameterSpec) -> float:
         """Those that are there have the format they are reduced in."""
-        return float(parameter.gradient_numel * (self._compute_itemsize + 2 * self._reduce_itemsize))
+        return float(parameter.numel * (self._compute_itemsize + 2 * self._reduce_itemsize))
 
     @property
     def _converts_gradients(self) -> bool:
@@ -378,7 +378,7 @@ class ShardedStagePlan(StagePlan):
     ) -> None:
         """It waits for the others of its unit."""
         device.grow_allocation(
-            f"computed {stage.index} {unit.index}", parameter.gradient_numel * self._compute_itemsize, GRADIENT_MEMORY
+            f"computed {stage.index} {unit.index}", parameter.numel * self._compute_itemsize, GRADIENT_MEMORY
         )
 
     def after_unit_backward(self, device: PlanDevice, stage: StageUnits, unit: ShardingUnit) -> None:
@@ -388,16 +388,14 @@ class ShardedStagePlan(StagePlan):
         name = f"accumulated {stage.index} {unit.index}"
         if (stage.index, unit.index) not in self._accumulated_units:
             self._accumulated_units.add((stage.index, unit.index))
-            device.allocate(
-                name, sum(p.gradient_numel for p in unit.parameters) * self._reduce_itemsize, GRADIENT_MEMORY
-            )
+            device.allocate(name, sum(p.numel for p in unit.parameters) * self._reduce_itemsize, GRADIENT_MEMORY)
         device.free(f"computed {stage.index} {unit.index}")
 
     def after_stage_last_backward(self, device: PlanDevice, stage: StageUnits) -> None:
         """Reduce unit by unit: whole parameters go, gradients are copied into a buffer, a shard comes out."""
         gradients_name = name_stage_gradients(stage)
         for unit in stage.units:
-            unit_numel = sum(parameter.gradient_numel for parameter in unit.parameters)
+            unit_numel = sum(parameter.numel for parameter in unit.parameters)
             device.free(f"whole {stage.index} {unit.index}")
             device.free("reduce input")
             device.allocate("reduce input", self._compute_padded_numel(unit) * self._reduce_itemsize, REDUCTION_MEMORY)

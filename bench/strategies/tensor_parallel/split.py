@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.utils import parametrize
@@ -142,25 +142,6 @@ def list_local_parameters(model: nn.Module) -> list[tuple[nn.Parameter, DTensorS
 def find_local_shape(tensor: torch.Tensor) -> torch.Size:
     """Shape of what this rank has of a tensor, which may be whole."""
     return tensor._local_tensor.shape if isinstance(tensor, DTensor) else tensor.shape
-
-
-def find_whole_gradients(module: nn.Module) -> dict[int, int]:
-    """Parameters that are divided and whose gradients DTensor computes whole on every rank: elements, by identity.
-
-    These are tables of embeddings divided over their rows, for whose backward DTensor has no form that divides the
-    result (``torch/distributed/tensor/_ops/_embedding_ops.py``, torch 2.13). Where a table is also a head, the sum with
-    the head's gradient is divided as that is.
-    """
-    layers = list(module.modules())
-    tables = [layer.weight for layer in layers if isinstance(layer, nn.Embedding)]
-    others = {
-        id(each) for layer in layers if not isinstance(layer, nn.Embedding) for each in layer._parameters.values()
-    }
-    return {
-        id(table): table.numel()
-        for table in tables
-        if isinstance(table, DTensor) and Shard(0) in table.placements and id(table) not in others
-    }
 
 
 def wrap_like_dtensor(full_tensor: torch.Tensor, local_tensor: torch.Tensor) -> torch.Tensor:
