@@ -69,29 +69,33 @@ class RowwiseEmbedding(ParallelStyle):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if type(module) is not nn.Embedding:
-            raise NotImplementedError(f"{type(module).__name__} is not a plain nn.Embedding.")
+        if not isinstance(module, nn.Embedding):
+            raise NotImplementedError(f"RowwiseEmbedding divides tables of embeddings, not a {type(module).__name__}.")
         weight = distribute_tensor(module.weight, device_mesh, [Shard(0)], src_data_rank=self.src_data_rank)
         module.register_parameter("weight", nn.Parameter(weight, requires_grad=module.weight.requires_grad))
-        module.forward = partial(_embed_with_own_rows, module)  # type: ignore[method-assign]
+        kind = type(module)  # some scale what nn.Embedding returns
+        module.__class__ = _RowLookup if kind is nn.Embedding else type(kind.__name__, (kind, _RowLookup), {})
         return module
 
 
-def _embed_with_own_rows(table: nn.Embedding, tokens: torch.Tensor) -> torch.Tensor:
-    """Embeddings of whole sequences of tokens, the same on every rank."""
-    assert isinstance(table.weight, DTensor)
-    mesh, rows = table.weight.device_mesh, table.weight.to_local()
-    first_row = mesh.get_local_rank() * -(-table.num_embeddings // mesh.size())
-    positions = tokens - first_row
-    is_elsewhere = (positions < 0) | (positions >= rows.shape[0])
-    padding = None if table.padding_idx is None else table.padding_idx - first_row
-    found = nn.functional.embedding(
-        positions.masked_fill(is_elsewhere, 0),
-        rows,
-        padding_idx=padding if padding in range(rows.shape[0]) else None,
-    ).masked_fill_(is_elsewhere.unsqueeze(-1), 0.0)
-    partial_sums = DTensor.from_local(found, mesh, [Partial()], run_check=False)
-    return partial_sums.redistribute(placements=[Replicate()]).to_local()
+class _RowLookup(nn.Embedding):
+    """Has some rows of a table, of which the ranks of a mesh have one part each."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Embeddings of tokens that are the same on every rank."""
+        assert isinstance(self.weight, DTensor)
+        mesh, rows = self.weight.device_mesh, self.weight.to_local()
+        first_row = mesh.get_local_rank() * -(-self.num_embeddings // mesh.size())
+        positions = input - first_row
+        is_elsewhere = (positions < 0) | (positions >= rows.shape[0])
+        padding = None if self.padding_idx is None else self.padding_idx - first_row
+        found = nn.functional.embedding(
+            positions.masked_fill(is_elsewhere, 0),
+            rows,
+            padding_idx=padding if padding in range(rows.shape[0]) else None,
+        ).masked_fill_(is_elsewhere.unsqueeze(-1), 0.0)
+        partial_sums = DTensor.from_local(found, mesh, [Partial()], run_check=False)
+        return partial_sums.redistribute(placements=[Replicate()]).to_local()
 
 
 class ColwiseConv1D(ColwiseParallel):

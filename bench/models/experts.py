@@ -107,6 +107,13 @@ def list_experts(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if hasattr(module, "_is_expert_parallel")]
 
 
+def find_spread_experts(model: nn.Module, expert_degree: int) -> set[int]:
+    """Identities of the parameters of experts, if other ranks have other ones: each layer's are spread over so many."""
+    if expert_degree == 1:
+        return set()
+    return {id(parameter) for experts in list_experts(model) for parameter in experts.parameters()}
+
+
 def count_idle_parameters(model: Any) -> int:
     """Parameters of the experts that a token does not go to."""
     experts_per_token = getattr(model.config.get_text_config(), "num_experts_per_tok", None)

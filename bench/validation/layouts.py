@@ -27,9 +27,8 @@ LAYOUT_HEAD = """Rows whose model is divided by tensor, pipeline, context or exp
 copy of the model. Steps of pipelines are two predictions with other numbers of micro-batches, continued in a straight
 line. Memory is converted to what Megatron and DeepSpeed keep all the time: parameters in 16 bit, one gradient each,
 optimizer state and a copy of the parameters in fp32 (`state_bytes` of `results/published/sources.yaml`). The peak of
-all else adds to that, with one buffer to receive a micro-batch in where torch has one for each, and a part of the
-gradient of an embedding that ranks share where torch computes all of it on each. TFLOPS that count recomputation are
-compared with FLOPs that do."""
+all else adds to that, with one buffer to receive a micro-batch in where torch has one for each. TFLOPS that count
+recomputation are compared with FLOPs that do."""
 
 
 def list_layout_scores(scores: Sequence[Score]) -> list[Score]:

@@ -10,19 +10,17 @@ from operator import itemgetter
 
 import numpy as np
 import torch
+from torch import nn
 
 from bench.config.run_config import RunConfig
 from bench.models import Family
 from bench.models.checkpointing import BlockPositions
 from bench.models.materialize import Materializer
-from bench.optimizers import find_hidden_matrices
 from bench.prediction.cost import rank_speed
 from bench.prediction.simulation.parameter_layout import (
-    ParameterOrderKey,
     build_order_key,
     build_parameter_layout,
     compute_order_keys,
-    find_spread_experts,
 )
 from bench.prediction.trace.chunks import (
     Chunk,
@@ -39,16 +37,13 @@ from bench.prediction.trace.stage_trace import (
     StageTraceKey,
     find_handover_dtype,
     list_stage_blocks,
-    locate_stage_parameters,
-    open_short_stage,
     shorten_stage_blocks,
 )
-from bench.prediction.trace.trace import BlockPlace, GradientEvent, TraceKey
+from bench.prediction.trace.trace import BlockPlace, GradientEvent, TracedParameter, TraceKey
 from bench.prediction.trace.trace_cache import HashableHardware, load_scaled_trace
 from bench.strategies.pipeline.schedule import FORWARD, Timetable
 from bench.strategies.pipeline.step_plans import StagePlan, StageUnits, find_tied_parameters
 from bench.strategies.step_plan import ParameterSpec, ShardingUnit
-from bench.strategies.tensor_parallel.split import find_local_shape
 
 
 @dataclass(frozen=True)
@@ -215,8 +210,8 @@ def build_pipeline_stages(config: RunConfig, key: TraceKey, timetable: Timetable
         segments, weight_seconds = _build_stage_segments(
             stage_key, num_sequences, rank_speed.build_hashable_hardware(config), block_counts, layer_groups
         )
-        units, ordered_segments = arrange_stage(index, stage_key, block_counts, segments)
         scaled_trace = load_scaled_trace(stage_key, list_traced_batch_sizes(num_sequences, is_compiled=config.compile))
+        units, ordered_segments = arrange_stage(index, stage_key, block_counts, scaled_trace.parameters, segments)
         is_last = index == timetable.num_stages - 1
         stages.append(
             SimulatedPipelineStage(
@@ -237,10 +232,15 @@ def build_pipeline_stages(config: RunConfig, key: TraceKey, timetable: Timetable
     return stages
 
 
+@functools.lru_cache(maxsize=1)
+def _build_whole_model(family: Family) -> nn.Module:
+    return family.build_model()
+
+
 @functools.lru_cache(maxsize=256)
 def find_shared_parameters(family: Family, stage_blocks: tuple[range, ...]) -> dict[str, tuple[int, list[int]]]:
     """Parameters that several stages have, by their names in the whole model: elements, and those stages."""
-    model = family.build_model()
+    model = _build_whole_model(family)
     numels = {name: parameter.numel() for name, parameter in model.named_parameters()}
     materializer = Materializer(model, family, torch.device("meta"), seed=0)
     parameter_names = [materializer.list_parameter_names(family.build_stage(model, blocks)) for blocks in stage_blocks]
@@ -313,34 +313,20 @@ def _sum_weight_seconds(segment: ScaledSegment, kernel_seconds: FloatArray | Non
     return seconds
 
 
-@functools.lru_cache(maxsize=256)
-def _collect_stage_parameters(
-    key: StageTraceKey,
-) -> tuple[dict[BlockPlace, dict[str, ParameterSpec]], dict[tuple[BlockPlace, str], ParameterOrderKey]]:
-    """Parameters of the stage that is traced, by block, and what they are sorted by."""
-    with open_short_stage(key) as short_stage:
-        stage = short_stage.stage
-        locations = locate_stage_parameters(stage)
-        hidden_matrix_ids = {id(matrix) for matrix in find_hidden_matrices(stage.block_lists)}
-        expert_ids = find_spread_experts(stage, key.trace_key.split)
-        parameters_by_place: dict[BlockPlace, dict[str, ParameterSpec]] = {None: {}}
-        for parameter in stage.parameters():
-            place, name = locations[id(parameter)]
-            parameters_by_place.setdefault(place, {})[name] = ParameterSpec(
-                name,
-                tuple(find_local_shape(parameter)),
-                is_hidden_matrix=id(parameter) in hidden_matrix_ids,
-                is_expert=id(parameter) in expert_ids,
-            )
-        order_keys = compute_order_keys([locations[id(parameter)] for parameter in stage.parameters()])
-    return parameters_by_place, order_keys
-
-
 def arrange_stage(
-    index: int, key: StageTraceKey, block_counts: tuple[int, ...], segments: tuple[SegmentAtBatch, ...]
+    index: int,
+    key: StageTraceKey,
+    block_counts: tuple[int, ...],
+    traced: Sequence[TracedParameter],
+    segments: tuple[SegmentAtBatch, ...],
 ) -> tuple[StageUnits, tuple[tuple[SegmentAtBatch, tuple[ShardingUnit, ...], dict[str, ParameterSpec]], ...]]:
     """A stage at its true depth. Experts that other ranks have other ones of are a unit within their block's."""
-    traced_parameters, order_keys = _collect_stage_parameters(key)
+    traced_parameters: dict[BlockPlace, dict[str, ParameterSpec]] = {None: {}}
+    for each in traced:
+        traced_parameters.setdefault(each.place, {})[each.name] = ParameterSpec(
+            each.name, each.shape, is_hidden_matrix=each.is_hidden_matrix, is_expert=each.is_expert
+        )
+    order_keys = compute_order_keys([(each.place, each.name) for each in traced])
     next_index = 0
     root = ShardingUnit(-1, f"stage {index}", tuple(traced_parameters[None].values()))
     root_units = (root,)

@@ -11,7 +11,7 @@ from torch import nn
 from bench.models import Family
 from bench.models.blocks import find_trained_layers
 from bench.models.checkpointing import BlockPositions, find_block_period, shorten_family
-from bench.models.experts import list_experts
+from bench.models.experts import find_spread_experts, list_experts
 from bench.optimizers import find_hidden_matrices
 from bench.prediction.trace.fake_process_group import split_model
 from bench.prediction.trace.trace import LOSS_PLACE, BlockPlace
@@ -77,15 +77,8 @@ def build_parameter_layout(
             layers |= set(find_trained_layers(family, model))
         if shards_experts_separately:
             layers |= set(list_experts(model))
-        expert_ids = find_spread_experts(model, split)
+        expert_ids = find_spread_experts(model, 1 if split is None else split.expert_degree)
         return _build_layout(family, model, blocks_per_unit, scales_loss, layers, expert_ids)
-
-
-def find_spread_experts(model: nn.Module, split: TensorParallelSplit | None) -> set[int]:
-    """Identities of the parameters of experts, where other ranks have other ones."""
-    if split is None or split.expert_degree == 1:
-        return set()
-    return {id(parameter) for experts in list_experts(model) for parameter in experts.parameters()}
 
 
 def _build_layout(

@@ -47,6 +47,7 @@ def resize_trace(trace: Trace, batch_size: int) -> Trace | None:
         _resize(trace.inputs_bytes, batch_size),
         _resize(trace.outputs_bytes, batch_size),
         _resize(trace.logits_bytes, batch_size),
+        trace.parameters,
     )
 
 

@@ -22,6 +22,7 @@ from bench.prediction.trace.trace import (
     GradientEvent,
     LayerPassEvent,
     Trace,
+    TracedParameter,
     TraceSegment,
 )
 
@@ -127,6 +128,8 @@ class ScaledTrace:
     """Bytes of everything the model returns, base and slope."""
     logits_bytes: tuple[float, float]
     """The same of its logits alone."""
+    parameters: tuple[TracedParameter, ...]
+    """Of a stage, in the order of its module."""
 
     def compute_batch_weight(self, batch_size: int) -> float:
         """How far the batch size is beyond the first traced one, in steps to the second."""
@@ -163,6 +166,7 @@ def build_scaled_trace(first: Trace, second: Trace, batch_sizes: tuple[int, int]
         batch_sizes,
         (first.outputs_bytes, second.outputs_bytes - first.outputs_bytes),
         (first.logits_bytes, second.logits_bytes - first.logits_bytes),
+        first.parameters,
     )
 
 

@@ -19,6 +19,8 @@ from bench.core import processes
 from bench.models import Family, float8
 from bench.models.checkpointing import checkpoint_blocks, find_block_period
 from bench.models.division import PipelineStageModule
+from bench.models.experts import find_spread_experts
+from bench.optimizers.updated_tensor import find_hidden_matrices
 from bench.prediction.trace.compiled_blocks import compile_blocks
 from bench.prediction.trace.device_operators import use_device_operators
 from bench.prediction.trace.fake_process_group import split_model
@@ -29,6 +31,7 @@ from bench.prediction.trace.trace import (
     BlockPlace,
     GradientEvent,
     Trace,
+    TracedParameter,
     TraceKey,
     TraceSegment,
     sort_simultaneous_frees,
@@ -39,7 +42,7 @@ from bench.prediction.trace.trace_recorder import (
     build_traced_loss,
     fill_with_fake_tensors,
 )
-from bench.strategies.tensor_parallel.split import find_local_shape, localize_parameters
+from bench.strategies.tensor_parallel.split import TensorParallelSplit, find_local_shape, localize_parameters
 
 SPARE_TRACED_BLOCKS = 2
 """Beyond those that are traced: an inner stage needs a block before it and one behind."""
@@ -105,6 +108,8 @@ class ShortStage:
 
     family: Family
     """Of the short model that it is made of."""
+    block_counts: tuple[int, ...]
+    """Of its lists."""
     model: nn.Module
     stage: PipelineStageModule
     group_kinds: Mapping[str, str]
@@ -120,6 +125,7 @@ def open_short_stage(key: StageTraceKey) -> Iterator[ShortStage]:
         None if is_whole else trace_key.family.limit_blocks(TRACED_BLOCKS + SPARE_TRACED_BLOCKS)
     ) or trace_key.family
     model = short_family.build_model()
+    block_counts = tuple(len(blocks) for blocks in short_family.find_block_lists(model))
     model.train()
     if trace_key.precision.uses_torchao:
         float8.convert_to_float8(short_family, model, trace_key.precision)
@@ -133,7 +139,7 @@ def open_short_stage(key: StageTraceKey) -> Iterator[ShortStage]:
             split.prepare_stage(model, stage, is_first=_has_first_block(key))
             if not split.keeps_dtensors:
                 localize_parameters(stage)
-        yield ShortStage(short_family, model, stage, group_kinds)
+        yield ShortStage(short_family, block_counts, model, stage, group_kinds)
 
 
 def _has_first_block(key: StageTraceKey) -> bool:
@@ -200,7 +206,7 @@ def _trace_stage(key: StageTraceKey, short_stage: ShortStage, batch_size: int) -
     trace_key, family, stage = key.trace_key, short_stage.family, short_stage.stage
     split = trace_key.split
     local_length = trace_key.sequence_length // (1 if split is None else split.handover_parts)
-    block_counts = [len(blocks) for blocks in family.find_block_lists(family.build_model())]
+    parameters, block_counts = _list_traced_parameters(stage, split), short_stage.block_counts
     is_first, is_last = _has_first_block(key), _has_last_block(key, len(block_counts))
     first_block = sum(block_counts[: key.stage_blocks[0].list_index]) + (
         0 if key.stage_blocks[0].has_first_block else 1
@@ -264,7 +270,7 @@ def _trace_stage(key: StageTraceKey, short_stage: ShortStage, batch_size: int) -
             _move_past_free(segment, event, gradient_sizes[event.parameter]) for event in segment.gradients
         ]
         sort_simultaneous_frees(segment)
-    return Trace(trace_recorder.segments, trace_recorder.inputs_bytes, produced_bytes)
+    return Trace(trace_recorder.segments, trace_recorder.inputs_bytes, produced_bytes, parameters=parameters)
 
 
 def _move_past_free(segment: TraceSegment, event: GradientEvent, size: int) -> GradientEvent:
@@ -273,6 +279,23 @@ def _move_past_free(segment: TraceSegment, event: GradientEvent, size: int) -> G
     if next_change and next_change[0][0] == -size:
         return dataclasses.replace(event, position=event.position + 1)
     return event
+
+
+def _list_traced_parameters(
+    stage: PipelineStageModule, split: TensorParallelSplit | None
+) -> tuple[TracedParameter, ...]:
+    hidden_matrix_ids = {id(matrix) for matrix in find_hidden_matrices(stage.block_lists)}
+    expert_ids = find_spread_experts(stage, 1 if split is None else split.expert_degree)
+    return tuple(
+        TracedParameter(
+            place,
+            name,
+            tuple(find_local_shape(parameter)),
+            is_hidden_matrix=id(parameter) in hidden_matrix_ids,
+            is_expert=id(parameter) in expert_ids,
+        )
+        for parameter, (place, name) in _list_located_parameters(stage)
+    )
 
 
 def _list_located_parameters(stage: PipelineStageModule) -> list[tuple[torch.Tensor, tuple[BlockPlace, str]]]:

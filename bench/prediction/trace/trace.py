@@ -143,6 +143,20 @@ class TraceSegment:
 
 
 @dataclass(frozen=True)
+class TracedParameter:
+    """A parameter of a stage, as a rank has it."""
+
+    place: BlockPlace
+    name: str
+    """Within its block; outside blocks, within the stage."""
+    shape: tuple[int, ...]
+    is_hidden_matrix: bool
+    """The weight of a layer within a block, with two dimensions."""
+    is_expert: bool
+    """Of experts, where other ranks have other ones."""
+
+
+@dataclass(frozen=True)
 class Trace:
     """A trace as it was recorded, at one batch size."""
 
@@ -153,6 +167,8 @@ class Trace:
     """Everything the model returns for one micro-batch; a stage, what it does not hand on as it got it."""
     logits_bytes: int = 0
     """Its logits alone."""
+    parameters: tuple[TracedParameter, ...] = ()
+    """Of a stage, in the order of its module."""
 
 
 def sort_simultaneous_frees(segment: TraceSegment) -> None:
@@ -194,4 +210,14 @@ def trace_from_plain(plain: dict[str, Any]) -> Trace:
         )
         for segment in plain["segments"]
     ]
-    return Trace(segments, plain["inputs_bytes"], plain["outputs_bytes"], plain["logits_bytes"])
+    parameters = tuple(
+        TracedParameter(
+            **{
+                **parameter,
+                "place": None if parameter["place"] is None else tuple(parameter["place"]),
+                "shape": tuple(parameter["shape"]),
+            }
+        )
+        for parameter in plain["parameters"]
+    )
+    return Trace(segments, plain["inputs_bytes"], plain["outputs_bytes"], plain["logits_bytes"], parameters)
