@@ -93,6 +93,11 @@ def check_run(config: RunConfig) -> None:
             f"activation_checkpointing={config.activation_checkpointing} is not valid with compile=true, whose "
             f"compiled operators are not those of the model: choose {', '.join(CHECKPOINTING_MODES)}."
         )
+    if config.is_predicted and config.compile and config.finetune.quantised_bits is not None:
+        raise ImpossibleError(
+            f"compile=true is not valid with mode=predict and finetune={config.finetune.name}, at whose layers torch's "
+            "compiler breaks the graph of a block: choose false, or finetune=lora."
+        )
     _check_compiled_division(config)
     _check_compiled_loss(config)
     if config.loss_chunks is not None:

@@ -69,18 +69,17 @@ class MicroBatches:
     """Their number in one run, or in two."""
     sequences_per_gpu: float
     """Of the published step."""
+    are_steps: bool = False
+    """Whether each is a pass of its own that FSDP gathers parameters for, not one of a schedule's."""
 
     def list_settings(self, ranks_per_copy: int) -> list[dict[str, str]]:
         """Overrides of each run."""
+        field = "gradient_accumulation" if self.are_steps else "strategy.micro_batches"
         settings = []
         for count in self.simulated:
-            batch, ranks = share_sequences(self.size * count, ranks_per_copy)
+            batch, ranks = share_sequences(self.size * (1 if self.are_steps else count), ranks_per_copy)
             settings.append(
-                {
-                    "batch_size_per_gpu": str(batch),
-                    "strategy.micro_batches": str(count),
-                    "strategy.ranks_per_batch": str(ranks),
-                }
+                {"batch_size_per_gpu": str(batch), field: str(count), "strategy.ranks_per_batch": str(ranks)}
             )
         return settings
 
@@ -190,10 +189,11 @@ def plan_micro_batches(settings: Mapping[str, str], size: int, count: int) -> Mi
     """The runs that stand for `count` micro-batches of `size` sequences in every copy of the model."""
     pipeline = int(settings.get("strategy.pipeline", 1))
     sequences_per_gpu = size * count / count_ranks_per_copy(settings)
+    are_steps = pipeline == 1 and settings.get("strategy.data") == "fsdp"
     if pipeline == 1 and count <= MAX_EXACT_MICRO_BATCHES:
-        return MicroBatches(size, count, (count,), sequences_per_gpu)
+        return MicroBatches(size, count, (count,), sequences_per_gpu, are_steps)
     few = max(2, pipeline)
-    return MicroBatches(size, count, (few, 2 * few), sequences_per_gpu)
+    return MicroBatches(size, count, (few, 2 * few), sequences_per_gpu, are_steps)
 
 
 def continue_prediction(predictions: tuple[Prediction, ...], micro_batches: MicroBatches) -> Prediction:

@@ -56,6 +56,9 @@ GLOBAL_BATCH_PATTERN = r"global[ -]?batch(?:[ -]?size)?[ =:]*(\d[\d,]*)(?![\d.,]
 NODE_PATTERN = r"(\d+) (?:gpus? )?per (?:node|machine|server|host)|(?:machines|nodes|servers) of (\d+)"
 DEFAULT_GPUS_PER_NODE = 8
 
+Settings = tuple[tuple[str, str], ...]
+"""Overrides of a run, groups before their fields."""
+
 PARAMETER_TOLERANCE = 0.15
 """Between the parameters that a row prints, rounded and with or without embeddings, and those of the shape."""
 
@@ -88,6 +91,8 @@ class Reading:
     waits_for_sends: bool = False
     receives_in_turn: bool = False
     frees_by_hand: bool = False
+    is_fit_open: bool = False
+    """Whether it fits depends on what the row does not say."""
     is_noisy: bool = False
     """Whether its authors say that runs of the same configuration are far apart."""
 
@@ -183,7 +188,7 @@ def read_line(row: int, line: PublishedLine) -> Reading:
             [{}] if micro_batches is None else micro_batches.list_settings(count_ranks_per_copy(overrides.settings))
         )
         kinds = [{}, overrides.time_settings] if overrides.time_settings else [{}]
-        runs = [_order_settings(overrides.settings | batch | kind) for kind in kinds for batch in batches]
+        runs = [order_settings(overrides.settings | batch | kind) for kind in kinds for batch in batches]
         settings, *further_settings = runs
         (config, *_) = [_build_config(run) for run in runs]
         if knowledge.is_size_checked:
@@ -249,6 +254,9 @@ def _read_words(line: PublishedLine, knowledge: SourceKnowledge) -> tuple[Overri
     if re.search(r"torch\.compile|\bcompiled?\b", note.lower()):
         settings.setdefault("compile", "true")
     assumptions = [*words.assumptions, *knowledge.assumed]
+    if settings.get("compile") == "true" and settings.get("finetune") == "qlora":
+        settings["compile"] = "false"
+        assumptions.append("blocks of quantised layers are predicted as they are without a compiler")
     if settings["precision"] == "fp8":
         assumptions += _fuse_float8(settings)
     micro_batches = None
@@ -290,7 +298,7 @@ def _fuse_float8(settings: dict[str, str]) -> list[str]:
 
 def _find_balance(settings: Mapping[str, str]) -> int:
     of_model = {key: value for key, value in settings.items() if key.startswith("model") or key == "sequence_length"}
-    config = build_published_config(_order_settings(of_model))
+    config = build_published_config(order_settings(of_model))
     stages = int(settings["strategy.pipeline"]) * int(settings.get("strategy.virtual_stages", "1"))
     return find_balance(config.model, config.sequence_length, stages)
 
@@ -393,7 +401,7 @@ def _read_accumulation(note: str) -> int | None:
     return None
 
 
-def _order_settings(settings: dict[str, str]) -> tuple[tuple[str, str], ...]:
+def order_settings(settings: dict[str, str]) -> Settings:
     """Groups before their fields: ``model`` before ``model.num_layers``."""
     return tuple(sorted(settings.items(), key=lambda item: ("." in item[0], item[0].partition(".")[0])))
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import TypeVar
@@ -23,7 +24,7 @@ from bench.prediction.intervals import (
     is_time_known,
 )
 from bench.prediction.other_software_memory import predict_peak
-from bench.prediction.prediction import DOES_NOT_FIT, FITS, MemoryPrediction, PredictedRange, Prediction
+from bench.prediction.prediction import DOES_NOT_FIT, FITS, TOO_CLOSE, MemoryPrediction, PredictedRange, Prediction
 from bench.prediction.predictor import predict_runs
 from bench.validation.metrics import (
     ACTIVE,
@@ -37,7 +38,8 @@ from bench.validation.metrics import (
     Quantity,
 )
 from bench.validation.other_software import read_as_published
-from bench.validation.readings import Reading, build_published_config
+from bench.validation.readings import Reading, Settings, build_published_config
+from bench.validation.unstated import list_checkpointed_readings, list_smaller_readings
 
 Item = TypeVar("Item")
 
@@ -131,6 +133,7 @@ def score_readings(readings: Sequence[Reading]) -> tuple[list[Score], dict[int, 
     reasons = {reading.row: reading.reason for reading in readings if reading.reason is not None}
     runnable = [reading for reading in readings if reading.reason is None]
     predictions = _predict(runnable, reasons)
+    runnable = _read_again(runnable, predictions)
     scores = []
     for reading in runnable:
         if all(run in predictions for run in reading.runs):
@@ -141,7 +144,43 @@ def score_readings(readings: Sequence[Reading]) -> tuple[list[Score], dict[int, 
     return scores, reasons
 
 
-def _predict(readings: Sequence[Reading], reasons: dict[int, str]) -> Mapping[tuple[tuple[str, str], ...], Prediction]:
+def _read_again(readings: Sequence[Reading], predictions: Predictions) -> list[Reading]:
+    """Runs that ran and are said not to fit are taken as the first of what else their rows may mean that is not said
+    so; where that is activations computed again, what fits is open. What is predicted for that is added."""
+    too_large = [reading for reading in readings if _is_too_large(reading, predictions)]
+    smaller = {reading.row: list_smaller_readings(reading) for reading in too_large}
+    checkpointed = {reading.row: list_checkpointed_readings(reading) for reading in too_large}
+    others = itertools.chain(*smaller.values(), *checkpointed.values())
+    predictions |= _predict(list(others), {})
+    found = {}
+    for reading in too_large:
+        fitting = [other for other in smaller[reading.row] if _may_fit(other, predictions)]
+        if fitting:
+            found[reading.row] = fitting[0]
+        elif any(_may_fit(other, predictions) for other in checkpointed[reading.row]):
+            found[reading.row] = dataclasses.replace(reading, is_fit_open=True)
+    return [found.get(reading.row, reading) for reading in readings]
+
+
+def _may_fit(reading: Reading, predictions: Predictions) -> bool:
+    return all(run in predictions for run in reading.runs) and not _is_too_large(reading, predictions)
+
+
+def _is_too_large(reading: Reading, predictions: Predictions) -> bool:
+    """Whether a run that ran is said not to fit."""
+    if reading.quantity is None or not reading.quantity.ran or any(run not in predictions for run in reading.runs):
+        return False
+    try:
+        return build_score(reading, *(predictions[run] for run in reading.runs)).is_verdict_wrong
+    except UsageError:
+        return False
+
+
+Predictions = dict[Settings, Prediction]
+"""By the settings of runs."""
+
+
+def _predict(readings: Sequence[Reading], reasons: dict[int, str]) -> Predictions:
     """All at once; one by one where something is refused only then."""
     settings = list(dict.fromkeys(run for reading in readings for run in reading.runs))
     configs = {run: build_published_config(run) for run in settings}
@@ -228,6 +267,8 @@ def _find_verdict(reading: Reading, prediction: Prediction) -> str | None:
     known, or not to be compared."""
     if reading.frees_by_hand:
         return None
+    if reading.is_fit_open:
+        return TOO_CLOSE
     return prediction.memory.verdict if reading.is_complete else find_rough_verdict(reading.config, prediction.memory)
 
 

@@ -24,6 +24,9 @@ An entry, and each of its rules, may have these keys:
 * ``loss_memory``: ``freed`` where logits are let go before backward, or the bytes per logit that a loss holds at most
   whose gradient takes their place (`bench.prediction.simulation.other_loop`).
 * ``miss_cause``: why predictions of its rows miss, as far as that is known.
+
+The entry `UNKNOWN_SOURCE` is for rows of sources that the file does not have: what software that a row names does
+unless it is told otherwise.
 """
 
 from __future__ import annotations
@@ -41,6 +44,8 @@ from bench.records.published import PUBLISHED_CSV, PublishedLine
 SOURCES_FILE = PUBLISHED_CSV.with_name("sources.yaml")
 
 UNKNOWN_VERSION = "unknown"
+
+UNKNOWN_SOURCE = "unknown_source"
 
 WHOLE_RECOMPUTATION_BEFORE = (2, 1)
 """Version of torch from which on checkpointing stops when it has what backward needs
@@ -85,14 +90,19 @@ class SourceKnowledge:
 
 
 @functools.cache
-def load_sources() -> Mapping[str, dict[str, Any]]:
-    """The file's entries by `source_key`."""
+def _load_entries() -> Mapping[str, dict[str, Any]]:
     return yaml.safe_load(SOURCES_FILE.read_text(encoding="utf-8"))
 
 
+def load_sources() -> Mapping[str, dict[str, Any]]:
+    """The file's entries by `source_key`."""
+    return {key: entry for key, entry in _load_entries().items() if key != UNKNOWN_SOURCE}
+
+
 def find_source_knowledge(line: PublishedLine) -> SourceKnowledge:
-    """What the file says of a row; nothing for sources that it does not have."""
-    entry = dict(load_sources().get(line.get("source_key", ""), {}))
+    """What the file says of a row."""
+    entries = _load_entries()
+    entry = dict(entries.get(line.get("source_key") or "", entries[UNKNOWN_SOURCE]))
     parts = [entry, *(rule for rule in entry.pop("rules", ()) if _matches(rule["where"], line))]
     merged: dict[str, Any] = {"settings": {}, "mesh": {}, "assumed": (), "metrics": {}}
     for part in parts:

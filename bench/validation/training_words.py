@@ -113,6 +113,9 @@ def _has_word(words: str, word: str) -> bool:
 
 # --- Precisions.
 
+MIXED_ASSUMPTION = "taken as mixed precision, parameters in fp32"
+"""Of rows that name a format and no more."""
+
 
 def read_precision(text: str, *, by_transformer_engine: bool = False) -> Overrides:
     """The precision that words mean: bf16 mixed, fp16 (amp), fp8, TF32, bfloat16 pure.
@@ -149,7 +152,7 @@ def read_precision(text: str, *, by_transformer_engine: bool = False) -> Overrid
         )
     if re.search(r"bf16|bfloat16", words):
         is_bare = words.strip() in ("bf16", "bfloat16")
-        assumed = [f"{text}: taken as mixed precision, parameters in fp32"] if is_bare else []
+        assumed = [f"{text}: {MIXED_ASSUMPTION}"] if is_bare else []
         return Overrides({"precision": "bf16_pure" if is_pure else "bf16"}, assumed)
     if re.search(r"fp16|float16|\bhalf\b|\bamp\b|\bo[12]\b", words):
         if is_pure:
@@ -163,6 +166,8 @@ def read_precision(text: str, *, by_transformer_engine: bool = False) -> Overrid
 
 
 # --- Activation checkpointing.
+
+KEPT_ASSUMPTION = "checkpointing is not stated: none"
 
 CHECKPOINTING_WORDS = {
     **dict.fromkeys(("full", "yes", "true", "on", "1", "all", "every layer", "enabled", "recompute"), "full"),
@@ -183,7 +188,7 @@ def read_checkpointing(text: str) -> Overrides:
     """
     words = " ".join(text.lower().replace("_", " ").replace("-", " ").split())
     if is_blank(text) and words != "none":
-        return Overrides({"activation_checkpointing": "none"}, ["checkpointing is not stated: none"])
+        return Overrides({"activation_checkpointing": "none"}, [KEPT_ASSUMPTION])
     if words in CHECKPOINTING_WORDS:
         return Overrides({"activation_checkpointing": CHECKPOINTING_WORDS[words]})
     if match := re.search(r"(?:every|selective|one in)\D{0,8}(\d+)", words):

@@ -10,12 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from bench.core.errors import UsageError
+from bench.core.errors import ImpossibleError, UsageError
 from bench.core.installation import DATA_FOLDER
+from bench.prediction.prediction import DOES_NOT_FIT, TOO_CLOSE
 from bench.records.published import PUBLISHED_CSV, read_published_lines
 from bench.validation.command import MORE_PUBLISHED_CSV, list_published_lines, main
 from bench.validation.published_table import REQUIRED_COLUMNS, read_published_table
-from bench.validation.readings import read_line, read_lines
+from bench.validation.readings import Reading, build_published_config, order_settings, read_line, read_lines
+from bench.validation.scores import score_readings
 from bench.validation.sources import (
     find_source_knowledge,
     find_torch_version,
@@ -123,7 +125,7 @@ def test_a_table_is_scored_row_by_row_with_what_was_assumed(tmp_path: Path, caps
     out = tmp_path / "out.json"
     assert main(["--published", str(write_table(tmp_path / "t.csv", rows)), "--json", str(out)]) == 0
     text = capsys.readouterr().out
-    assert "5 rows: 4 are runs that can be predicted (3 complete; 1 rough" in text
+    assert "5 rows: 4 are runs that can be predicted (0 complete; 4 rough" in text
     assert "of 1 that ran out of memory 1 are said to fit" in text
     data = json.loads(out.read_text())
     speed, memory, outcome, refused, rough = data["rows"]
@@ -133,7 +135,10 @@ def test_a_table_is_scored_row_by_row_with_what_was_assumed(tmp_path: Path, caps
     assert outcome["verdict"] == "fits"
     assert outcome["verdict_is_wrong"]
     assert refused["reason"] == "the number of micro-batches is not stated"
-    assert (rough["class"], rough["assumptions"]) == ("rough", ["precision is not stated: bf16 mixed"])
+    assert (rough["class"], rough["assumptions"]) == (
+        "rough",
+        ["precision is not stated: bf16 mixed", "software, kernels and network, which nobody has looked up"],
+    )
     assert data["verdicts"]["out_of_memory_said_to_fit"] == 1
 
 
@@ -205,3 +210,87 @@ def test_hf_blog_rows_are_rough() -> None:
     lines = [line for line in list_published_lines() if line["source_key"] == "hf_blog_fsdp_2022"]
     assert lines
     assert not any(find_source_knowledge(line).complete for line in lines)
+
+
+# ---- tables that nobody has looked up
+
+
+UNKNOWN_ROW = {
+    **ROW,
+    **{"sharding": "", "note": "", "model": "Llama 3 8B", "parameters": "8B", "precision": "bf16"},
+    "gpu": "H100 80GB SXM5",
+}
+
+
+def read_unknown(**columns: str) -> Reading:
+    return read_line(1, {**UNKNOWN_ROW, **columns})
+
+
+def test_rows_of_sources_that_nobody_has_looked_up_are_rough() -> None:
+    reading = read_unknown(precision="bf16 mixed")
+    assert not reading.is_complete
+    assert reading.assumptions == ("software, kernels and network, which nobody has looked up",)
+
+
+@pytest.mark.parametrize(
+    ("columns", "precision"),
+    [
+        ({"strategy": "single (LoRA)", "gpu_count": "1"}, "bf16_pure"),
+        ({"strategy": "FSDP2 (lora)"}, "bf16_pure"),
+        ({"strategy": "FSDP2 (lora)", "precision": "bf16 mixed"}, "bf16"),
+        ({"strategy": "FSDP2"}, "bf16"),
+    ],
+)
+def test_frozen_weights_are_in_the_format_that_is_named(columns: dict[str, str], precision: str) -> None:
+    assert dict(read_unknown(**columns).settings)["precision"] == precision
+
+
+def test_megatron_is_read_as_its_defaults_have_it() -> None:
+    reading = read_unknown(
+        strategy="Megatron TP+PP+DP", sharding="TP2 PP2 CP1 VP1", precision="fp8", note="global batch 16"
+    )
+    settings = dict(reading.settings)
+    assert settings["strategy.data"] == "zero1"
+    assert settings["strategy.sequence_parallel"] == "true"
+    assert (settings["precision.float8"], settings["precision.parameters"]) == ("transformer_engine", "bf16")
+    assert reading.state_bytes == (6, 12)
+    assert read_unknown(strategy="Megatron-DeepSpeed", sharding="TP2 PP2", note="global batch 16").state_bytes is None
+
+
+def test_micro_batches_of_fsdp_without_a_pipeline_are_passes_of_their_own() -> None:
+    """Each gathers parameters again, where those of a schedule keep them."""
+    settings = dict(
+        read_unknown(strategy="FSDP2 + CP", sharding="FSDP 4, CP 2", note="gradient accumulation 4").settings
+    )
+    assert (settings["gradient_accumulation"], settings["batch_size_per_gpu"]) == ("4", "1")
+    assert "strategy.micro_batches" not in settings
+
+
+def test_quantised_layers_are_read_without_the_compiler_and_predicted_with_none() -> None:
+    settings = read_unknown(strategy="single (QLoRA)", gpu_count="1", note="torch.compile").settings
+    assert dict(settings)["compile"] == "false"
+    with pytest.raises(ImpossibleError, match=r"compile=true is not valid with mode=predict and finetune=qlora"):
+        build_published_config(order_settings({**dict(settings), "compile": "true"}))
+
+
+SINGLE_ROW = {**UNKNOWN_ROW, "parameters": "", "strategy": "single", "gpu_count": "1"}
+
+
+def test_a_run_that_ran_is_read_as_one_that_fits_where_its_row_does_not_say() -> None:
+    """6.7 B parameters in fp32 with their state, 107 GB, are too many for 40 GB; in bf16 with theirs, 54 GB, they are
+    nearer: but only if the row names no more than the format."""
+    row = {**SINGLE_ROW, "model": "GPT-6.7B", "gpu": "A100-40GB"}
+    readings = [read_line(1, row), read_line(2, {**row, "precision": "bf16 mixed"})]
+    scores, reasons = score_readings(readings)
+    assert not reasons
+    assert [dict(score.reading.settings)["precision"] for score in scores] == ["bf16_pure", "bf16"]
+    assert [score.is_verdict_wrong for score in scores] == [False, True]
+    assert "without which it is predicted not to fit" in scores[0].reading.assumptions[-1]
+
+
+def test_where_checkpointing_is_not_stated_a_run_that_needs_it_is_too_close_to_call() -> None:
+    batch = {"sequence_length": "2048", "batch_size_per_gpu": "16"}
+    row = {**SINGLE_ROW, **batch, "model": "GPT-1.3B", "gpu": "A100-40GB", "precision": "bf16 mixed"}
+    (stated, open_), _ = score_readings([read_line(1, row), read_line(2, {**row, "activation_checkpointing": ""})])
+    assert (stated.verdict, open_.verdict) == (DOES_NOT_FIT, TOO_CLOSE)
+    assert open_.reading.settings == stated.reading.settings
