@@ -228,7 +228,10 @@ def read_strategy(strategy: str, sharding: str, gpus: int) -> Overrides:
         if re.search(pattern, words):
             raise NotExpressibleError(f"{strategy}: {reason}")
     overrides = build_mesh_overrides(read_degrees(words), words, gpus) or _read_data_parallelism(strategy, words, gpus)
-    overrides.add(_read_adapters(words))
+    adapters = _read_adapters(words)
+    if gpus == 1 and adapters.settings and overrides.settings["strategy"] == "fsdp1":  # which torch's fails at
+        overrides = Overrides({"strategy": "single"}, [f"{strategy} on one GPU is predicted as no strategy at all"])
+    overrides.add(adapters)
     return overrides
 
 

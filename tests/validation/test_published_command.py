@@ -245,6 +245,11 @@ def test_frozen_weights_are_in_the_format_that_is_named(columns: dict[str, str],
     assert dict(read_unknown(**columns).settings)["precision"] == precision
 
 
+def test_fsdp_of_adapters_on_one_gpu_shards_nothing() -> None:
+    assert dict(read_unknown(strategy="FSDP (lora)", gpu_count="1").settings)["strategy"] == "single"
+    assert dict(read_unknown(strategy="FSDP", gpu_count="1").settings)["strategy"] == "fsdp1"
+
+
 def test_megatron_is_read_as_its_defaults_have_it() -> None:
     reading = read_unknown(
         strategy="Megatron TP+PP+DP", sharding="TP2 PP2 CP1 VP1", precision="fp8", note="global batch 16"
