@@ -152,6 +152,9 @@ def _predict_uncached(configs: list[RunConfig], replay_allocator: bool) -> list[
         range(len(configs)), key=lambda index: repr((build_trace_key(configs[index]), configs[index].hardware))
     )
     processes.preload_if_forking(sorted({name for config in configs for name in config.trained_model.preload_modules}))
+    for config in configs:
+        if config.strategy.timetable is not None:  # of a whole model: those that are forked remember it
+            stages.list_run_shared_parameters(config, config.strategy.timetable)
     with processes.open_worker_pool(num_workers, add_loaded_traces, (get_loaded_traces(),)) as pool:
         runs_per_task = max(1, min(MAX_RUNS_PER_TASK, len(configs) // (MIN_TASKS_PER_PROCESS * num_workers)))
         predictions = pool.map(simulate, [configs[index] for index in sorted_indices], chunksize=runs_per_task)

@@ -247,6 +247,11 @@ def find_shared_parameters(family: Family, stage_blocks: tuple[range, ...]) -> d
     return {name: (numels[name], stages) for name, stages in find_tied_parameters(parameter_names).items()}
 
 
+def list_run_shared_parameters(config: RunConfig, timetable: Timetable) -> dict[str, tuple[int, list[int]]]:
+    """Those of a run, as `find_shared_parameters` has them."""
+    return find_shared_parameters(config.model, tuple(timetable.split_blocks(config.model.num_blocks or 0)))
+
+
 def _compute_logits_bytes(config: RunConfig, key: TraceKey, num_sequences: int) -> float:
     """From the FLOPs of the head: two per element of the logits and of the hidden states."""
     shapes = config.model.find_stage_input_shapes(config.model.num_blocks or 0, config.sequence_length)

@@ -17,7 +17,7 @@ from bench.prediction.cost.collectives import (
     compute_send_seconds,
 )
 from bench.prediction.pipeline.rank_timelines import RankTimeline, StageSeconds, compute_idle_share, simulate_timetable
-from bench.prediction.pipeline.stages import SimulatedPipelineStage, find_shared_parameters
+from bench.prediction.pipeline.stages import SimulatedPipelineStage, list_run_shared_parameters
 from bench.prediction.prediction import PredictedRange, TimelineSpan, TimePrediction
 from bench.prediction.simulation.simulated_rank import RankSpeed, SimulatedRank
 from bench.prediction.simulation.step import OptimizerUpdate
@@ -307,8 +307,7 @@ def list_tied_all_reduces(config: RunConfig, timetable: Timetable, num_parts: in
         Ranks that what is tied, such as the table of embeddings, is divided over by tensor parallelism and FSDP.
     """
     tied_all_reduces = []
-    stage_blocks = tuple(timetable.split_blocks(config.model.num_blocks or 0))
-    for numel, stages in find_shared_parameters(config.model, stage_blocks).values():
+    for numel, stages in list_run_shared_parameters(config, timetable).values():
         ranks = tuple(sorted({timetable.find_rank_of_stage(stage) for stage in stages}))
         if len(ranks) == 1:
             continue
