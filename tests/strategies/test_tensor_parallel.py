@@ -10,11 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.core.errors import ImpossibleError
-from bench.models.division import LayerDivision
+from bench.models.division import LayerDivision, RowwiseEmbedding
 from bench.models.materialize import Materializer
 from bench.prediction.cost.collectives import CollectiveGroup, compute_collective_seconds
 from bench.prediction.cost.rank_speed import build_collective_group
@@ -325,3 +329,27 @@ def test_of_a_table_of_embeddings_ranks_have_rows_and_the_gradient_of_these(mode
     assert not {shape for shape in shapes.tables | shapes.gradients if shape[0] > 64}
     for parameter in built.parameters():
         assert not isinstance(parameter, DTensor) or parameter.grad.to_local().shape == parameter.to_local().shape
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_looks_up_its_own_rows_and_leaves_padding_alone(rank: int) -> None:
+    """Of 10 rows the first rank has 5, the second the others; row 7 pads, and has no gradient."""
+    table = torch.nn.Embedding(10, 4, padding_idx=7)
+    tokens = torch.tensor([[0, 7, 4], [5, 9, 5]])
+    whole = torch.nn.functional.embedding(tokens, table.weight, padding_idx=7)
+    whole.sum().backward()
+    assert table.weight.grad is not None
+    rows = slice(5 * rank, 5 * rank + 5)
+    own_weight, own_gradient = table.weight.detach()[rows].clone(), table.weight.grad[rows].clone()
+    is_own = ((tokens >= rows.start) & (tokens < rows.stop)).unsqueeze(-1)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
+    try:
+        divided = torch.nn.Embedding(10, 4, padding_idx=7)
+        parallelize_module(divided, init_device_mesh("cpu", (2,)), RowwiseEmbedding(), src_data_rank=None)
+        divided.weight.to_local().detach().copy_(own_weight)
+        found = divided(tokens)
+        assert torch.equal(found, whole.detach() * is_own)
+        found.sum().backward()
+        assert torch.equal(divided.weight.grad.to_local(), own_gradient)
+    finally:
+        dist.destroy_process_group()
