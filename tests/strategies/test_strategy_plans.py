@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter, defaultdict
 from typing import Any
 
@@ -15,6 +16,7 @@ from bench.prediction.pipeline.stages import arrange_stage
 from bench.prediction.run_inputs import build_trace_key
 from bench.prediction.simulation.parameter_layout import build_parameter_layout
 from bench.prediction.trace.stage_trace import StageTraceKey, list_stage_blocks, shorten_stage_blocks, trace_stage
+from bench.prediction.trace.trace import trace_from_plain, trace_to_plain
 from bench.strategies.base import Strategy
 from bench.strategies.pipeline.schedule import Timetable
 from bench.strategies.step_plan import (
@@ -232,8 +234,9 @@ def test_a_stages_parameters_are_known_in_the_order_of_its_module(model, stage):
     cuts = Timetable("1f1b", 2, 1, 2).split_blocks(run.model.num_blocks or 0)
     parts = list_stage_blocks(build_parameter_layout(run.model, 1, False).block_counts, cuts[stage])
     key = StageTraceKey(build_trace_key(run), shorten_stage_blocks(parts, build_trace_key(run).block_period))
-    block_counts, traced = tuple(part.num_blocks for part in parts), trace_stage(key, 1).parameters
-    units, _ = arrange_stage(stage, key, block_counts, traced, ())
+    trace = trace_stage(key, 1)
+    assert trace_from_plain(json.loads(json.dumps(trace_to_plain(trace)))) == trace
+    units, _ = arrange_stage(stage, key, tuple(part.num_blocks for part in parts), trace.parameters, ())
     module = run.model.build_stage(run.model.build_model(), cuts[stage])
     assert [each.shape for each in units.parameters] == [tuple(parameter.shape) for parameter in module.parameters()]
 
