@@ -64,12 +64,14 @@ def _describe_fit(scores: Sequence[Score]) -> str:
     configurations = list({score.reading.settings: score for score in scores if score.quantity.ran}.values())
     wrong = [score for score in configurations if score.is_verdict_wrong]
     too_close = sum(score.verdict == TOO_CLOSE for score in configurations)
+    rows = f" (rows {_list_numbers([score.reading.row for score in wrong])})" if wrong else ""
     text = (
-        f"Memory: of {len(configurations)} configurations that ran {len(wrong)} are said not to fit, and {too_close} "
-        "to be too close to call"
+        f"Memory: of {len(configurations)} configurations that ran {len(wrong)} are said not to fit{rows}, and "
+        f"{too_close} to be too close to call"
     )
-    if wrong:
-        text += f" (rows {_list_numbers([score.reading.row for score in wrong])})"
+    read_again = sum(score.reading.is_read_again for score in configurations)
+    if read_again:
+        text += f"; {read_again} of them are read so that they may fit, where their rows do not say"
     out_of_memory = [score for score in scores if not score.quantity.ran]
     if out_of_memory:
         missed = [score for score in out_of_memory if score.is_verdict_wrong]

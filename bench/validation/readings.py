@@ -91,6 +91,8 @@ class Reading:
     waits_for_sends: bool = False
     receives_in_turn: bool = False
     frees_by_hand: bool = False
+    is_read_again: bool = False
+    """Whether it was first predicted not to fit (`bench.validation.unstated`)."""
     is_fit_open: bool = False
     """Whether it fits depends on what the row does not say."""
     is_noisy: bool = False

@@ -158,7 +158,7 @@ def _read_again(readings: Sequence[Reading], predictions: Predictions) -> list[R
         if fitting:
             found[reading.row] = fitting[0]
         elif any(_may_fit(other, predictions) for other in checkpointed[reading.row]):
-            found[reading.row] = dataclasses.replace(reading, is_fit_open=True)
+            found[reading.row] = dataclasses.replace(reading, is_read_again=True, is_fit_open=True)
     return [found.get(reading.row, reading) for reading in readings]
 
 

@@ -69,4 +69,5 @@ def _change_settings(reading: Reading, changes: list[dict[str, str]]) -> Iterato
                 further_settings=tuple(runs[1:]),
                 assumptions=(*reading.assumptions, f"{words}, without which it is predicted not to fit"),
                 is_complete=False,
+                is_read_again=True,
             )

@@ -299,3 +299,14 @@ def test_where_checkpointing_is_not_stated_a_run_that_needs_it_is_too_close_to_c
     (stated, open_), _ = score_readings([read_line(1, row), read_line(2, {**row, "activation_checkpointing": ""})])
     assert (stated.verdict, open_.verdict) == (DOES_NOT_FIT, TOO_CLOSE)
     assert open_.reading.settings == stated.reading.settings
+
+
+@pytest.mark.slow
+def test_how_many_were_read_again_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    row = {**SINGLE_ROW, "model": "GPT-6.7B", "gpu": "A100-40GB"}
+    path = write_table(tmp_path / "table.csv", [row, {**row, "precision": "bf16 mixed"}])
+    assert main(["--published", str(path)]) == 0
+    assert (
+        "of 2 configurations that ran 1 are said not to fit (rows 2), and 1 to be too close to call; 1 of them are read "
+        "so that they may fit, where their rows do not say."
+    ) in capsys.readouterr().out
