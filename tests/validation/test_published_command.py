@@ -307,6 +307,6 @@ def test_how_many_were_read_again_is_told(tmp_path: Path, capsys: pytest.Capture
     path = write_table(tmp_path / "table.csv", [row, {**row, "precision": "bf16 mixed"}])
     assert main(["--published", str(path)]) == 0
     assert (
-        "of 2 configurations that ran 1 are said not to fit (rows 2), and 1 to be too close to call; 1 of them are read "
-        "so that they may fit, where their rows do not say."
+        "of 2 configurations that ran 1 are said not to fit (rows 2), and 1 to be too close to call; 1 of them are "
+        "read so that they may fit, where their rows do not say."
     ) in capsys.readouterr().out
