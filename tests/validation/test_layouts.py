@@ -28,7 +28,7 @@ from bench.validation.scores import Score, build_score
 
 LINE = {
     **{"source_key": "", "figure_or_table": "", "source_url": "", "torch_version": "", "note": "global batch 16"},
-    **{"model": "gpt_tiny", "parameters": "", "strategy": "Megatron", "sharding": "TP2 PP2", "precision": "bf16_pure"},
+    **{"model": "gpt_tiny", "parameters": "", "strategy": "TP + PP", "sharding": "TP2 PP2", "precision": "bf16_pure"},
     **{"gpu": "A100-80GB", "gpu_count": "8", "sequence_length": "64", "batch_size_per_gpu": "1"},
     **{"activation_checkpointing": "none", "metric": "tokens_per_second_per_gpu", "value": "1000", "unit": ""},
 }
@@ -102,7 +102,8 @@ def test_states_are_the_same_whichever_strategy_a_distributed_optimizer_is_predi
 
 def test_of_operands_in_8_bits_half_may_not_be_there() -> None:
     """As of layers of TransformerEngine, whose memory is predicted as of bf16."""
-    reading = dataclasses.replace(read(sharding="PP2", gpu="H100", precision="fp8"), state_bytes=(6.0, 12.0))
+    row = read(strategy="Megatron", sharding="PP2", gpu="H100", precision="fp8")
+    reading = dataclasses.replace(row, state_bytes=(6.0, 12.0))
     *_, config = map(build_published_config, reading.runs)
     _, margin = compute_allocated_beside_state(reading.runs[-1], (6.0, 12.0), None)
     assert margin in {rank.activation_bytes / 2 for rank in predict_beside_state(config, None, STATE_PARTS)}
@@ -272,7 +273,7 @@ def test_fp8_of_megatron_is_transformer_engine_s_and_compiled() -> None:
     layouts = ("PP2, distributed optimizer", "TP2 PP2, distributed optimizer", "CP 2", "EP 2")
     for layout in layouts:
         model = {"model": "moe_tiny"} if "EP" in layout else {}
-        reading = read(**model, sharding=layout, precision="fp8", gpu="H100")
+        reading = read(**model, strategy="Megatron", sharding=layout, precision="fp8", gpu="H100")
         settings = dict(reading.settings)
         assert (settings["precision.float8"], settings["compile"]) == ("transformer_engine", "true")
         assert any("fused" in assumption for assumption in reading.assumptions)
@@ -296,7 +297,9 @@ def test_other_fp8_is_torchao_s_which_has_none_for_experts() -> None:
 
 
 def test_memory_with_a_margin_of_its_own_decides_no_interval() -> None:
-    by_engine, in_bf16 = (score(read(sharding="PP2", gpu="H100", precision=name)) for name in ("fp8", "bf16_pure"))
+    by_engine, in_bf16 = (
+        score(read(strategy="Megatron", sharding="PP2", gpu="H100", precision=name)) for name in ("fp8", "bf16_pure")
+    )
     assert by_engine.fullness is None
     assert in_bf16.fullness is not None
 

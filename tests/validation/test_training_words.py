@@ -203,10 +203,14 @@ def test_a_model_that_is_not_there_or_has_other_parameters_is_refused() -> None:
     assert "parameters are printed" in (read(parameters="70B").reason or "")
 
 
+NOT_LOOKED_UP = "software, kernels and network, which nobody has looked up"
+"""Of all sources that ``sources.yaml`` does not have."""
+
+
 def test_a_row_is_read_as_the_run_it_describes() -> None:
     reading = read(note="grad accum 4; 2 nodes of 4")
     config = reading.config
-    assert (reading.reason, reading.assumptions, reading.is_complete) == (None, (), True)
+    assert (reading.reason, reading.assumptions, reading.is_complete) == (None, (NOT_LOOKED_UP,), False)
     assert (config.gpus, config.sequence_length, config.batch_size_per_gpu) == (8, 1024, 4)
     assert config.gradient_accumulation == 4
     assert config.gpus_per_node == 4
@@ -218,7 +222,10 @@ def test_a_row_is_read_as_the_run_it_describes() -> None:
 def test_what_is_not_stated_is_assumed_and_listed() -> None:
     reading = read(precision="", activation_checkpointing="")
     assert not reading.is_complete
-    assert reading.assumptions == ("precision is not stated: bf16 mixed", "checkpointing is not stated: none")
+    assert reading.assumptions == (
+        *("precision is not stated: bf16 mixed", "checkpointing is not stated: none"),
+        NOT_LOOKED_UP,
+    )
 
 
 def test_the_micro_batch_follows_from_a_global_batch_and_is_then_an_assumption() -> None:
