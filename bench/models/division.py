@@ -70,7 +70,7 @@ class RowwiseEmbedding(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, nn.Embedding):
-            raise NotImplementedError(f"RowwiseEmbedding divides tables of embeddings, not a {type(module).__name__}.")
+            raise TypeError(f"RowwiseEmbedding divides tables of embeddings, not a {type(module).__name__}.")
         weight = distribute_tensor(module.weight, device_mesh, [Shard(0)], src_data_rank=self.src_data_rank)
         module.register_parameter("weight", nn.Parameter(weight, requires_grad=module.weight.requires_grad))
         kind = type(module)  # some scale what nn.Embedding returns

@@ -86,5 +86,5 @@ def list_wrong_verdicts(scores: Sequence[Score]) -> list[str]:
     return [
         f"{score.reading.source}, row {score.reading.row}"
         for score in pick_configurations(scores)
-        if score.quantity.ran and score.is_verdict_wrong
+        if score.is_too_large
     ]

@@ -150,7 +150,7 @@ def build_report_data(
         },
         "verdicts": {
             "ran": sum(score.quantity.ran for score in scores),
-            "ran_said_not_to_fit": sum(score.quantity.ran and score.is_verdict_wrong for score in scores),
+            "ran_said_not_to_fit": sum(score.is_too_large for score in scores),
             "out_of_memory": sum(not score.quantity.ran for score in scores),
             "out_of_memory_said_to_fit": sum(not score.quantity.ran and score.is_verdict_wrong for score in scores),
         },

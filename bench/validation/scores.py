@@ -114,6 +114,11 @@ class Score:
         return self.verdict == (DOES_NOT_FIT if self.quantity.ran else FITS)
 
     @property
+    def is_too_large(self) -> bool:
+        """Whether a run that ran is said not to fit."""
+        return self.quantity.ran and self.is_verdict_wrong
+
+    @property
     def log_ratio(self) -> float:
         """Natural logarithm of true against predicted: of step time, or of bytes."""
         ratio = self.quantity.value / self.predicted_value
@@ -133,47 +138,42 @@ def score_readings(readings: Sequence[Reading]) -> tuple[list[Score], dict[int, 
     reasons = {reading.row: reading.reason for reading in readings if reading.reason is not None}
     runnable = [reading for reading in readings if reading.reason is None]
     predictions = _predict(runnable, reasons)
-    runnable = _read_again(runnable, predictions)
-    scores = []
-    for reading in runnable:
-        if all(run in predictions for run in reading.runs):
-            try:
-                scores.append(build_score(reading, *(predictions[run] for run in reading.runs)))
-            except UsageError as error:
-                reasons[reading.row] = str(error)
-    return scores, reasons
+    scores = {reading.row: _score(reading, predictions, reasons) for reading in runnable}
+    found = {row: score for row, score in scores.items() if score is not None}
+    found |= _score_again([score.reading for score in found.values() if score.is_too_large], predictions)
+    return list(found.values()), reasons
 
 
-def _read_again(readings: Sequence[Reading], predictions: Predictions) -> list[Reading]:
-    """Runs that ran and are said not to fit are taken as the first of what else their rows may mean that is not said
+def _score(reading: Reading, predictions: Predictions, reasons: dict[int, str]) -> Score | None:
+    """None, and a reason, where nothing is predicted of what the row measured."""
+    if any(run not in predictions for run in reading.runs):
+        return None
+    try:
+        return build_score(reading, *(predictions[run] for run in reading.runs))
+    except UsageError as error:
+        reasons[reading.row] = str(error)
+        return None
+
+
+def _score_again(too_large: Sequence[Reading], predictions: Predictions) -> dict[int, Score]:
+    """Runs that ran and are said not to fit, by their rows, as the first of what else a row may mean that is not said
     so; where that is activations computed again, what fits is open. What is predicted for that is added."""
-    too_large = [reading for reading in readings if _is_too_large(reading, predictions)]
     smaller = {reading.row: list_smaller_readings(reading) for reading in too_large}
     checkpointed = {reading.row: list_checkpointed_readings(reading) for reading in too_large}
-    others = itertools.chain(*smaller.values(), *checkpointed.values())
-    predictions |= _predict(list(others), {})
+    predictions |= _predict(list(itertools.chain(*smaller.values(), *checkpointed.values())), {})
+
+    def find_fitting(readings: Iterable[Reading]) -> Score | None:
+        scores = (_score(reading, predictions, {}) for reading in readings)
+        return next((score for score in scores if score is not None and not score.is_too_large), None)
+
     found = {}
     for reading in too_large:
-        fitting = [other for other in smaller[reading.row] if _may_fit(other, predictions)]
-        if fitting:
-            found[reading.row] = fitting[0]
-        elif any(_may_fit(other, predictions) for other in checkpointed[reading.row]):
-            found[reading.row] = dataclasses.replace(reading, is_read_again=True, is_fit_open=True)
-    return [found.get(reading.row, reading) for reading in readings]
-
-
-def _may_fit(reading: Reading, predictions: Predictions) -> bool:
-    return all(run in predictions for run in reading.runs) and not _is_too_large(reading, predictions)
-
-
-def _is_too_large(reading: Reading, predictions: Predictions) -> bool:
-    """Whether a run that ran is said not to fit."""
-    if reading.quantity is None or not reading.quantity.ran or any(run not in predictions for run in reading.runs):
-        return False
-    try:
-        return build_score(reading, *(predictions[run] for run in reading.runs)).is_verdict_wrong
-    except UsageError:
-        return False
+        score = find_fitting(smaller[reading.row])
+        if score is None and find_fitting(checkpointed[reading.row]) is not None:
+            score = _score(dataclasses.replace(reading, is_read_again=True, is_fit_open=True), predictions, {})
+        if score is not None:
+            found[reading.row] = score
+    return found
 
 
 Predictions = dict[Settings, Prediction]
