@@ -39,7 +39,7 @@ from bench.prediction.trace.stage_trace import (
     list_stage_blocks,
     shorten_stage_blocks,
 )
-from bench.prediction.trace.trace import BlockPlace, GradientEvent, TracedParameter, TraceKey
+from bench.prediction.trace.trace import BlockPlace, GradientEvent, LocatedParameter, TraceKey
 from bench.prediction.trace.trace_cache import HashableHardware, load_scaled_trace
 from bench.strategies.pipeline.schedule import FORWARD, Timetable
 from bench.strategies.pipeline.step_plans import StagePlan, StageUnits, find_tied_parameters
@@ -322,16 +322,14 @@ def arrange_stage(
     index: int,
     key: StageTraceKey,
     block_counts: tuple[int, ...],
-    traced: Sequence[TracedParameter],
+    traced: Sequence[LocatedParameter],
     segments: tuple[SegmentAtBatch, ...],
 ) -> tuple[StageUnits, tuple[tuple[SegmentAtBatch, tuple[ShardingUnit, ...], dict[str, ParameterSpec]], ...]]:
     """A stage at its true depth. Experts that other ranks have other ones of are a unit within their block's."""
     traced_parameters: dict[BlockPlace, dict[str, ParameterSpec]] = {None: {}}
-    for each in traced:
-        traced_parameters.setdefault(each.place, {})[each.name] = ParameterSpec(
-            each.name, each.shape, is_hidden_matrix=each.is_hidden_matrix, is_expert=each.is_expert
-        )
-    order_keys = compute_order_keys([(each.place, each.name) for each in traced])
+    for place, spec in traced:
+        traced_parameters.setdefault(place, {})[spec.name] = spec
+    order_keys = compute_order_keys([(place, spec.name) for place, spec in traced])
     next_index = 0
     root = ShardingUnit(-1, f"stage {index}", tuple(traced_parameters[None].values()))
     root_units = (root,)

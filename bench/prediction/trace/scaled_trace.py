@@ -21,8 +21,8 @@ from bench.prediction.trace.trace import (
     BlockPlace,
     GradientEvent,
     LayerPassEvent,
+    LocatedParameter,
     Trace,
-    TracedParameter,
     TraceSegment,
 )
 
@@ -128,7 +128,7 @@ class ScaledTrace:
     """Bytes of everything the model returns, base and slope."""
     logits_bytes: tuple[float, float]
     """The same of its logits alone."""
-    parameters: tuple[TracedParameter, ...]
+    parameters: tuple[LocatedParameter, ...]
     """Of a stage, in the order of its module."""
 
     def compute_batch_weight(self, batch_size: int) -> float:

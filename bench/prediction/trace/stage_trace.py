@@ -30,8 +30,8 @@ from bench.prediction.trace.trace import (
     LOSS_PLACE,
     BlockPlace,
     GradientEvent,
+    LocatedParameter,
     Trace,
-    TracedParameter,
     TraceKey,
     TraceSegment,
     sort_simultaneous_frees,
@@ -42,6 +42,7 @@ from bench.prediction.trace.trace_recorder import (
     build_traced_loss,
     fill_with_fake_tensors,
 )
+from bench.strategies.step_plan import ParameterSpec
 from bench.strategies.tensor_parallel.split import TensorParallelSplit, find_local_shape, localize_parameters
 
 SPARE_TRACED_BLOCKS = 2
@@ -283,16 +284,18 @@ def _move_past_free(segment: TraceSegment, event: GradientEvent, size: int) -> G
 
 def _list_traced_parameters(
     stage: PipelineStageModule, split: TensorParallelSplit | None
-) -> tuple[TracedParameter, ...]:
+) -> tuple[LocatedParameter, ...]:
     hidden_matrix_ids = {id(matrix) for matrix in find_hidden_matrices(stage.block_lists)}
     expert_ids = find_spread_experts(stage, 1 if split is None else split.expert_degree)
     return tuple(
-        TracedParameter(
+        (
             place,
-            name,
-            tuple(find_local_shape(parameter)),
-            is_hidden_matrix=id(parameter) in hidden_matrix_ids,
-            is_expert=id(parameter) in expert_ids,
+            ParameterSpec(
+                name,
+                tuple(find_local_shape(parameter)),
+                is_hidden_matrix=id(parameter) in hidden_matrix_ids,
+                is_expert=id(parameter) in expert_ids,
+            ),
         )
         for parameter, (place, name) in _list_located_parameters(stage)
     )

@@ -13,11 +13,14 @@ from bench.core.precision import Precision
 from bench.models import Family
 from bench.models.checkpointing import find_block_period
 from bench.prediction.trace.kernels import KernelRecord
-from bench.strategies.step_plan import TENSOR_GROUP
+from bench.strategies.step_plan import TENSOR_GROUP, ParameterSpec
 from bench.strategies.tensor_parallel.split import TensorParallelSplit
 
 BlockPlace = tuple[int, int] | None
 """Block list and position in it; None for what lies outside the blocks."""
+
+LocatedParameter = tuple[BlockPlace, ParameterSpec]
+"""A parameter and where it is."""
 
 LOSS_PLACE = (-1, 0)
 """The place of what the step does with the model's output, outside the model."""
@@ -143,20 +146,6 @@ class TraceSegment:
 
 
 @dataclass(frozen=True)
-class TracedParameter:
-    """A parameter of a stage, as a rank has it."""
-
-    place: BlockPlace
-    name: str
-    """Within its block; outside blocks, within the stage."""
-    shape: tuple[int, ...]
-    is_hidden_matrix: bool
-    """The weight of a layer within a block, with two dimensions."""
-    is_expert: bool
-    """Of experts, where other ranks have other ones."""
-
-
-@dataclass(frozen=True)
 class Trace:
     """A trace as it was recorded, at one batch size."""
 
@@ -167,8 +156,8 @@ class Trace:
     """Everything the model returns for one micro-batch; a stage, what it does not hand on as it got it."""
     logits_bytes: int = 0
     """Its logits alone."""
-    parameters: tuple[TracedParameter, ...] = ()
-    """Of a stage, in the order of its module."""
+    parameters: tuple[LocatedParameter, ...] = ()
+    """Of a stage, as a rank has them, in the order of its module."""
 
 
 def sort_simultaneous_frees(segment: TraceSegment) -> None:
@@ -211,13 +200,7 @@ def trace_from_plain(plain: dict[str, Any]) -> Trace:
         for segment in plain["segments"]
     ]
     parameters = tuple(
-        TracedParameter(
-            **{
-                **parameter,
-                "place": None if parameter["place"] is None else tuple(parameter["place"]),
-                "shape": tuple(parameter["shape"]),
-            }
-        )
-        for parameter in plain["parameters"]
+        (None if place is None else (place[0], place[1]), ParameterSpec(**{**spec, "shape": tuple(spec["shape"])}))
+        for place, spec in plain["parameters"]
     )
     return Trace(segments, plain["inputs_bytes"], plain["outputs_bytes"], plain["logits_bytes"], parameters)
