@@ -34,10 +34,12 @@ DEVICE_CLASSES = (TRAINING_ROWS, MICROBENCHMARKS, DERIVED)
 """How a device's speed is known: published training rows of this device were compared; only its kernels were measured;
 or it is assumed or derived from another device."""
 
-COMPLETE, ROUGH, LAYOUTS = "complete", "rough", "layouts"
+COMPLETE, ROUGH, UNKNOWN = "complete", "rough", "unknown source"
 """Whether everything that decides a row was stated, and was measured by somebody (`is_time_known`); a user's own
-question is as if all were stated. Layouts with tensor, pipeline, context or expert parallelism have a class of their
-own, whatever was stated."""
+question is as if all were stated. Of rows of an unknown source nobody has looked up the software and the network."""
+
+LAYOUTS, UNKNOWN_LAYOUTS = "layouts", "layouts of unknown sources"
+"""Tensor, pipeline, context and expert parallelism have classes of their own, whatever was stated."""
 
 MAX_LAUNCH_SHARE = 0.1
 """Of a step, waiting for the processor: with more, how fast that one is decides."""
@@ -112,12 +114,12 @@ def is_layout(config: RunConfig) -> bool:
 
 
 def find_factors(
-    metric: str, device_class: str, *, is_complete: bool = True, is_layout: bool = False
+    metric: str, device_class: str, *, row_class: str = COMPLETE, is_layout: bool = False
 ) -> IntervalFactors:
     """The factors of one metric for a class of devices and of rows; where too few layouts are known those of others."""
     classes = load_interval_file()["factors"][metric][device_class]
-    row_class = COMPLETE if is_complete else ROUGH
-    entry = classes[LAYOUTS] if is_layout and LAYOUTS in classes else classes[row_class]
+    layout_class = UNKNOWN_LAYOUTS if row_class == UNKNOWN else LAYOUTS
+    entry = classes[layout_class] if is_layout and layout_class in classes else classes[row_class]
     return IntervalFactors(entry["low"], entry["high"])
 
 
@@ -131,27 +133,27 @@ def add_intervals(config: RunConfig, prediction: Prediction) -> Prediction:
     device_class = classify_hardware(config.hardware)
     time = prediction.time
     if time is not None:
-        factors = find_factors(
-            STEP_TIME, device_class, is_complete=is_time_known(config, time), is_layout=is_layout(config)
-        )
+        row_class = COMPLETE if is_time_known(config, time) else ROUGH
+        factors = find_factors(STEP_TIME, device_class, row_class=row_class, is_layout=is_layout(config))
         time = dataclasses.replace(time, step_s=factors.widen(time.step_s))
-    memory = _add_memory_intervals(prediction.memory, device_class, is_complete=True, is_layout=is_layout(config))
+    memory = _add_memory_intervals(prediction.memory, device_class, row_class=COMPLETE, is_layout=is_layout(config))
     return dataclasses.replace(prediction, memory=memory, time=time)
 
 
 def find_rough_verdict(config: RunConfig, memory: MemoryPrediction) -> str | None:
-    """Whether a run fits of which something had to be assumed."""
+    """Whether a run fits of which something had to be assumed; also of an unknown source, by whose own interval hardly
+    any run would surely fit."""
     if config.hardware.device == "cpu":
         return memory.verdict
     device_class = classify_hardware(config.hardware)
-    return _add_memory_intervals(memory, device_class, is_complete=False, is_layout=is_layout(config)).verdict
+    return _add_memory_intervals(memory, device_class, row_class=ROUGH, is_layout=is_layout(config)).verdict
 
 
 def _add_memory_intervals(
-    memory: MemoryPrediction, device_class: str, *, is_complete: bool, is_layout: bool
+    memory: MemoryPrediction, device_class: str, *, row_class: str, is_layout: bool
 ) -> MemoryPrediction:
     allocated, reserved, device_used = (
-        find_factors(metric, device_class, is_complete=is_complete, is_layout=is_layout)
+        find_factors(metric, device_class, row_class=row_class, is_layout=is_layout)
         for metric in (ALLOCATED, RESERVED, DEVICE_USED)
     )
     finds_place = memory.verdict == FITS  # without an interval that is all that keeps what is allocated from fitting

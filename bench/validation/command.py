@@ -18,7 +18,7 @@ from bench.records.published import PUBLISHED_CSV, PublishedLine, read_published
 from bench.validation.figure import draw_accuracy_figure
 from bench.validation.gate import MovedError, compare_errors, render_moved
 from bench.validation.gpu_rows import list_measured_residuals, render_gpu_page
-from bench.validation.interval_fit import fit_intervals, write_intervals
+from bench.validation.interval_fit import fit_intervals, forget_source, write_intervals
 from bench.validation.leave_out import score_left_out
 from bench.validation.measured import render_step_times
 from bench.validation.page import build_accuracy_summary, render_accuracy_page
@@ -115,7 +115,8 @@ def _write_accuracy(output: Path, *, fits_intervals: bool) -> int:
     readings = read_lines(list_published_lines())
     scores, reasons = score_readings(readings)
     if fits_intervals:
-        write_intervals(fit_intervals(scores, list_measured_residuals()), INTERVALS_FILE)
+        forgotten, _ = score_readings(read_lines([forget_source(line) for line in list_published_lines()]))
+        write_intervals(fit_intervals(scores, forgotten, list_measured_residuals()), INTERVALS_FILE)
         load_interval_file.cache_clear()
         scores, reasons = score_readings(readings)
     left_out = score_left_out(scores)

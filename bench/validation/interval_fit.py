@@ -12,6 +12,11 @@ one such source in `SOURCES_PER_MISS`. Of the intervals that come of `SIDE_LEVEL
 Layouts of several kinds of parallelism have an interval of their own for step time. None for memory: their rows are
 of software that keeps other things than torch does, and say nothing of how well torch's memory is predicted.
 
+Rows of unknown sources are further off than those whose software somebody looked up. How much further, the same rows
+show when they are read once more as if nobody had (`forget_source`): their residuals, of time and of memory, are those
+of the classes of unknown sources, which are no narrower than those of rough rows. Memory of all kinds is one class
+there. A margin is enough with which `TARGET_COVERAGE` lie within in the mean of all sources left out.
+
 Steps in which the allocator may have to retry are left out: these have an interval of their own, from no retries to as
 many as are likely.
 """
@@ -26,6 +31,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from bench.prediction.intervals import (
@@ -38,7 +44,10 @@ from bench.prediction.intervals import (
     ROUGH,
     STEP_TIME,
     TRAINING_ROWS,
+    UNKNOWN,
+    UNKNOWN_LAYOUTS,
 )
+from bench.records.published import PublishedLine
 from bench.validation.metrics import BETWEEN_STEPS, SPEED
 from bench.validation.scores import INTERVAL_METRICS as METRIC_OF_KIND
 from bench.validation.scores import Score, group_by, pick_configurations
@@ -122,26 +131,43 @@ def list_residuals(scores: Iterable[Score], metric: str, row_class: str) -> list
     ]
 
 
+def forget_source(line: PublishedLine) -> PublishedLine:
+    """The row as a table has it whose software nobody has looked up; its group among residuals stays its own."""
+    return {**line, "source_key": f"{line['source_key']}, forgotten", "torch_version": ""}
+
+
 def name_row_class(score: Score) -> str:
     """What rows are fitted together: layouts whatever was stated of them, else as much as was stated and measured."""
+    if score.reading.assumed_class == UNKNOWN:
+        return UNKNOWN_LAYOUTS if score.is_layout else UNKNOWN
     if score.is_layout:
         return LAYOUTS
     return COMPLETE if score.reading.is_complete and (score.kind != SPEED or score.is_time_known) else ROUGH
 
 
-def fit_interval(residuals: Sequence[Residual], *, is_device_left_out: bool) -> FittedInterval:
-    """The interval of at least one residual. Of a single source nothing can be left out: it gets the first level."""
+def fit_interval(
+    residuals: Sequence[Residual], *, is_device_left_out: bool, is_covered: CoverageTest | None = None
+) -> FittedInterval:
+    """The interval of at least one residual. Of a single source nothing can be left out: it gets the first level.
+
+    Parameters
+    ----------
+    is_covered: callable, optional
+        Whether a margin is enough; None for `_is_covered`.
+    """
     levels = SIDE_LEVELS if len({residual.source for residual in residuals}) > 1 else SIDE_LEVELS[:1]
-    fitted = [_fit_level(residuals, level, is_device_left_out=is_device_left_out) for level in levels]
+    fitted = [_fit_level(residuals, level, is_device_left_out, is_covered or _is_covered) for level in levels]
     sufficient = [interval for interval in fitted if interval.basis == FITTED]
     return min(sufficient or fitted[:1], key=lambda interval: interval.high / interval.low)
 
 
-def _fit_level(residuals: Sequence[Residual], level: float, *, is_device_left_out: bool) -> FittedInterval:
+def _fit_level(
+    residuals: Sequence[Residual], level: float, is_device_left_out: bool, is_covered: CoverageTest
+) -> FittedInterval:
     by_source = _list_held_out(residuals, level, lambda residual: residual.source)
     by_device = _list_held_out(residuals, level, lambda residual: residual.device)
     held_out = [by_source, by_device] if is_device_left_out else [by_source]
-    sufficient = next((margin for margin in MARGINS if all(_is_covered(rows, margin) for rows in held_out)), None)
+    sufficient = next((margin for margin in MARGINS if all(is_covered(rows, margin) for rows in held_out)), None)
     margin = MARGINS[-1] if sufficient is None else sufficient
     low, high = _compute_quantiles(residuals, level)
     return FittedInterval(
@@ -161,6 +187,9 @@ FITTED = "fitted"
 HeldOut = dict[str, list[tuple[float, float, float]]]
 """By what is left out, of its rows: residual, and the quantiles below and above of those that took part."""
 
+CoverageTest = Callable[[HeldOut, float], bool]
+"""Whether enough of the rows lie within their quantiles and a margin."""
+
 
 def _list_held_out(residuals: Sequence[Residual], level: float, get_name: Callable[[Residual], str]) -> HeldOut:
     held_out: HeldOut = {}
@@ -179,6 +208,13 @@ def _is_covered(held_out: HeldOut, margin: float) -> bool:
     sources = [rows for rows in held_out.values() if len(rows) >= MIN_SOURCE_ROWS]
     num_missing = sum(_count_within(rows, margin) < SOURCE_COVERAGE * len(rows) for rows in sources)
     return coverage >= TARGET_COVERAGE and num_missing <= len(sources) // SOURCES_PER_MISS
+
+
+def is_covered_on_average(held_out: HeldOut, margin: float) -> bool:
+    """Each source, or device, counts as much as any other: of some tables that nobody has looked up nearly all rows
+    miss for one and the same reason."""
+    shares = [_count_within(rows, margin) / len(rows) for rows in held_out.values()]
+    return not shares or fmean(shares) >= TARGET_COVERAGE
 
 
 def _compute_coverage(held_out: HeldOut, margin: float) -> float | None:
@@ -208,11 +244,15 @@ def _compute_quantile(weighted_values: Sequence[tuple[float, float]], level: flo
     return ascending[min(bisect.bisect_left(weights, level * weights[-1] - 1e-9), len(ascending) - 1)][0]
 
 
-def fit_intervals(scores: Sequence[Score], measured: Mapping[str, Sequence[Residual]]) -> dict[str, Any]:
+def fit_intervals(
+    scores: Sequence[Score], forgotten: Sequence[Score], measured: Mapping[str, Sequence[Residual]]
+) -> dict[str, Any]:
     """What ``intervals.json`` holds: factors by metric, class of device and class of row, and how they were chosen.
 
     Parameters
     ----------
+    forgotten: sequence of Score
+        Of the rows after `forget_source`.
     measured: mapping
         By metric, residuals of the suite's own rows.
     """
@@ -221,6 +261,7 @@ def fit_intervals(scores: Sequence[Score], measured: Mapping[str, Sequence[Resid
         metric: _fit_metric(scores, metric, measured.get(metric, ()), trained_devices) for metric in INTERVAL_METRICS
     }
     _borrow_from_other_memory(factors)
+    _add_unknown_sources(factors, forgotten)
     return {
         "target coverage": TARGET_COVERAGE,
         "devices with training rows": sorted(trained_devices),
@@ -281,6 +322,39 @@ def _fit_metric(
             for name, interval in rows.items():
                 rows[name] = keep_runs_possible(interval, scores, name)
     return classes
+
+
+def _add_unknown_sources(
+    factors: Mapping[str, dict[str, dict[str, FittedInterval]]], forgotten: Sequence[Score]
+) -> None:
+    """Add the classes of unknown sources, each no narrower than what stands for it where the source is known."""
+    residuals = {
+        (metric, name): list_residuals(forgotten, metric, name)
+        for metric in INTERVAL_METRICS
+        for name in (UNKNOWN, UNKNOWN_LAYOUTS)
+    }
+    memory = [residual for (metric, _), rows in residuals.items() if metric in MEMORY_METRICS for residual in rows]
+    for metric, classes in factors.items():
+        is_memory = metric in MEMORY_METRICS
+        for name, known_name in ((UNKNOWN, ROUGH), (UNKNOWN_LAYOUTS, LAYOUTS))[: 1 if is_memory else 2]:
+            known = {device_class: rows.get(known_name, rows[ROUGH]) for device_class, rows in classes.items()}
+            rows = memory if is_memory else residuals[metric, name]
+            trained, timed = (
+                _widen_to(_fit_unknown(rows, known[device_class], is_device_left_out=value), known[device_class])
+                for device_class, value in ((TRAINING_ROWS, False), (MICROBENCHMARKS, not is_memory))
+            )
+            timed = derived = _widen_to(timed, trained)
+            if not is_memory:  # which no device's speed has a part in
+                derived = _widen(timed, DERIVED_FACTOR, f"assumed: {DERIVED_FACTOR} times {MICROBENCHMARKS}")
+            for device_class, interval in ((TRAINING_ROWS, trained), (MICROBENCHMARKS, timed), (DERIVED, derived)):
+                classes[device_class][name] = _widen_to(interval, known[device_class])
+
+
+def _fit_unknown(residuals: Sequence[Residual], known: FittedInterval, *, is_device_left_out: bool) -> FittedInterval:
+    num_groups = len({(residual.source, residual.device) for residual in residuals})
+    if len(residuals) < MIN_RESIDUALS or num_groups < MIN_GROUPS:
+        return _widen(known, SINGLE_GROUP_FACTOR, f"assumed: {SINGLE_GROUP_FACTOR} times what known sources show")
+    return fit_interval(residuals, is_device_left_out=is_device_left_out, is_covered=is_covered_on_average)
 
 
 def _fit_row_classes(

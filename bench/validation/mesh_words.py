@@ -41,8 +41,10 @@ MAX_EXACT_MICRO_BATCHES = 64
 VIRTUAL_STAGES_PATTERN = r"\bvp[ =:_-]{0,2}(\d+)"
 COPIES_PATTERN = r"\bdp[ =:_-]{0,2}(\d+)"
 
+OVERLAPPED_OPTIMIZER_PATTERN = r"distributed optimizer\b.*overlap"
+
 REDUCING_TO_OWNERS = (
-    (r"distributed optimizer\b.*overlap", "Megatron's distributed optimizer, whose communication overlaps,"),
+    (OVERLAPPED_OPTIMIZER_PATTERN, "Megatron's distributed optimizer, whose communication overlaps,"),
     (r"deepspeed.*zero[ -]?1", "DeepSpeed's ZeRO-1"),
 )
 """Optimizers that reduce each part of the gradients to the rank that owns it, and gather the parameters, once a step:
@@ -51,7 +53,7 @@ https://github.com/deepspeedai/DeepSpeed/blob/97f8a9eb6688fa36dbe548e02eecdc55ac
 torch's ZeroRedundancyOptimizer gets gradients that DDP reduced for all."""
 
 DATA_PATTERNS = (
-    (r"fsdp(?! ?[=:]? ?(?:0|false))|zero[ -]?3", "fsdp"),
+    (r"fsdp(?! ?[=:]? ?(?:0|false))|zero[ -]?[23]", "fsdp"),
     (r"zero[ -]?1|distributed optim", "zero1"),
 )
 """What copies of the model do, first match first; else each has all (``ddp``)."""
@@ -107,7 +109,8 @@ def build_mesh_overrides(degrees: Mapping[str, int], text: str, gpus: int) -> Ov
         match = re.search(UNKNOWN_DEGREE_PATTERN, text.lower())
         if match and not stated:
             raise NotExpressibleError(f"the degree of {match[1].upper()} is not stated")
-        return None
+        is_reduced_to_owners = re.search(OVERLAPPED_OPTIMIZER_PATTERN, text.lower()) and "lora" not in text.lower()
+        return build_layout_overrides(degrees, text.lower(), gpus) if is_reduced_to_owners and gpus > 1 else None
     words = text.lower()
     if set(divided) == {"tensor"} and re.search(ASYNC_PATTERN, words):
         settings = {"strategy": "mesh", "strategy.tensor": str(divided["tensor"])}
@@ -140,11 +143,11 @@ def build_layout_overrides(degrees: Mapping[str, int], words: str, gpus: int) ->
     assumptions = []
     time_settings = {}
     optimizer = next((name for pattern, name in REDUCING_TO_OWNERS if re.search(pattern, words)), None)
-    if data == "zero1" and optimizer is not None and degrees["pipeline"] > 1 and gpus > ranks_per_copy:
+    if data == "zero1" and optimizer is not None and gpus > ranks_per_copy:
         time_settings = {"strategy.data": "fsdp", "strategy.reshard_after_forward": "false"}
         assumptions.append(
             f"{optimizer} takes the time of FSDP2, which gathers parameters and reduces gradients once a step in a "
-            "pipeline"
+            "schedule"
         )
     if data == "zero1" and gpus == degrees["tensor"] * degrees["pipeline"]:
         data = "ddp"
@@ -153,8 +156,10 @@ def build_layout_overrides(degrees: Mapping[str, int], words: str, gpus: int) ->
         settings |= time_settings or {"strategy.data": "ddp"}
         if not time_settings:
             assumptions.append("states of the optimizer are not divided beside expert parallelism")
-    if "zero-3" in words:
-        assumptions.append("ZeRO-3 beside tensor parallelism is predicted as FSDP2")
+    if match := re.search(r"zero[ -]?([23])", words):
+        assumptions.append(f"ZeRO-{match[1]} beside tensor parallelism is predicted as FSDP2")
+        if match[1] == "2":
+            settings["strategy.reshard_after_forward"] = "false"
     if re.search(ASYNC_PATTERN, words):
         settings |= ASYNC_SETTINGS
     virtual = re.search(VIRTUAL_STAGES_PATTERN, words)

@@ -20,6 +20,7 @@ MODELS_FILE = PUBLISHED_CSV.with_name("models.yaml")
 NOISE_WORDS = (
     *("hf", "instruct", "chat", "base", "model", "meta", "it", "pretrain", "pretraining", "pytorch", "style", "like"),
     *("gptq", "awq", "bnb", "4bit", "v0", "v0p1", "v0p2", "v0p3", "v1p5", "bf16", "shape", "shapes", "params", "ish"),
+    *("lora", "qlora", "sft", "finetune", "finetuning", "math"),
 )
 """Parts of names that say nothing of a model's shape."""
 
@@ -31,12 +32,14 @@ SAME_SHAPES = (
 )
 """Patterns of names, in lower case, and the name of models of the same shapes."""
 
+VOCABULARY = "model.vocabulary_size"
+
 SHAPE_PATTERNS = {
     "model.hidden_size": r"(?:hidden(?:[ _]size)?|d_model|nhidden|width)[ =:]*(\d{3,5})|\bh[ =](\d{3,5})\b",
     "model.num_layers": r"(?:cut to|num_layers|n_layers|nlayers|layers|layer)[ =:]*(\d{1,3})|(\d{1,3})[ -]layers?\b|"
     r"\bl[ =](\d{1,3})\b",
     "model.num_heads": r"(?:n_heads|nheads|num_heads|heads)[ =:]*(\d{1,3})|(\d{1,3})[ -]heads\b|\ba[ =](\d{1,3})\b",
-    "model.vocabulary_size": r"vocab(?:ulary)?(?:[ _]size)?[ =:]*(\d{4,6})",
+    VOCABULARY: r"vocab(?:ulary)?(?:[ _]size)?[ =:]*(\d{4,6})",
 }
 """Dimensions that a name or a note states."""
 
@@ -95,8 +98,12 @@ def read_model(name: str, parameters: str, note: str = "") -> Overrides:
         entry = {"model": "gpt_1b3", "assumed": f"{name.strip()} is predicted as a GPT of the stated shape"}
     if entry.get("refuse"):
         raise NotExpressibleError(f"{name.strip()}: {entry['refuse']}")
-    settings = {field: str(value) for field, value in entry.items() if field not in ENTRY_WORDS}
+    settings = {
+        field: "null" if value is None else str(value) for field, value in entry.items() if field not in ENTRY_WORDS
+    }
     is_gpt = settings["model"].startswith(("gpt", "mpt"))
+    if is_gpt and (stated := _read_shape(note).get(VOCABULARY)):
+        settings[VOCABULARY] = stated
     settings |= {field: value for field, value in shape.items() if is_gpt or field != "model.hidden_size"}
     return Overrides(settings, [entry["assumed"]] if entry.get("assumed") else [])
 

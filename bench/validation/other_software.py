@@ -65,7 +65,7 @@ def _convert_memory(reading: Reading, predictions: tuple[Prediction, ...]) -> Me
     if margin:  # two reasons to be uncertain, which have nothing to do with each other
         config = reading.config
         factors = find_factors(
-            ALLOCATED, classify_hardware(config.hardware), is_complete=False, is_layout=is_layout(config)
+            ALLOCATED, classify_hardware(config.hardware), row_class=reading.assumed_class, is_layout=is_layout(config)
         )
         low = (converted - margin) * factors.low
     return _shift(memory, difference, low)

@@ -107,6 +107,13 @@ def parse_parameters(text: str) -> float | None:
     return number * DECIMAL_SUFFIXES.get(unit[:1], 1.0)
 
 
+def find_rounding(text: str) -> float:
+    """Half of the last digit that a number of parameters is printed with: 0.5e9 of 7B, 5e7 of 1.3B; 0 of no number."""
+    match = re.search(r"\d[\d,]*(?:\.(\d+))?", text)
+    scale = parse_parameters(re.sub(NUMBER_PATTERN, "1", text, count=1)) if match else None
+    return 0.0 if match is None or scale is None else scale * 0.5 * 10.0 ** -len(match[1] or "")
+
+
 def parse_bytes(text: str, unit: str) -> float:
     """A size in bytes; the unit printed with the number wins over that of the column.
 

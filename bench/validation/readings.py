@@ -16,24 +16,25 @@ from bench.config.run_config import RunConfig, build_run_config
 from bench.core.errors import UsageError
 from bench.core.option_files import find_option_file
 from bench.core.precision import TRANSFORMER_ENGINE
+from bench.prediction.intervals import COMPLETE, ROUGH, UNKNOWN
 from bench.prediction.simulation.other_loop import LossMemory
 from bench.records.published import PublishedLine
 from bench.strategies.pipeline.balance import find_balance
+from bench.validation.batch_words import read_batch, read_count, read_micro_batches
 from bench.validation.mesh_words import (
     MicroBatches,
     choose_layout_words,
     count_ranks_per_copy,
-    divide_batch,
-    plan_micro_batches,
 )
 from bench.validation.metrics import METRICS, OOM_PATTERN, Quantity, read_quantity
-from bench.validation.model_words import read_model
+from bench.validation.model_words import normalise_model_name, read_model
 from bench.validation.overrides import NotExpressibleError, Overrides
-from bench.validation.printed_numbers import is_blank, parse_count, parse_parameters
+from bench.validation.printed_numbers import find_rounding, parse_parameters
 from bench.validation.sources import (
     SourceKnowledge,
     find_source_knowledge,
     find_torch_version,
+    load_sources,
     recomputes_whole_blocks,
     records_nccl_stream,
 )
@@ -44,17 +45,16 @@ from bench.validation.training_words import (
     read_strategy,
 )
 
-COMPLETE, ROUGH = "complete", "rough"
-"""Classes of rows: all that decides the number is stated, in the source or its scripts; or something is assumed."""
-
-ACCUMULATION_PATTERNS = (
-    r"(?:grad(?:ient)?[ _-]?acc?um(?:ulation)?(?:[ _]steps)?|gas|micro_num|accumulation(?: steps)?|\bga)[ =:]*(\d+)",
-    r"(\d+)[ -]micro-?batches(?: per step)?",
-    r"(no) accumulation",
+NODE_PATTERN = (
+    r"\b(\d{1,2}) (?:(?:gpus?|gcds?|[a-z]{1,3}\d{2,4}[a-z]{0,2}) )?(?:per|an?) (?:node|machine|server|host)"
+    r"|(?:machines|nodes|servers) of (\d+)"
 )
-GLOBAL_BATCH_PATTERN = r"global[ -]?batch(?:[ -]?size)?[ =:]*(\d[\d,]*)(?![\d.,]*[mk] ?tok|\.\d)"
-NODE_PATTERN = r"(\d+) (?:gpus? )?per (?:node|machine|server|host)|(?:machines|nodes|servers) of (\d+)"
 DEFAULT_GPUS_PER_NODE = 8
+OTHER_FRAMEWORK_PATTERN = r"\b(?:jax|maxtext|paxml|paddlepaddle|mindspore|tensorflow|oneflow)\b"
+"""In notes. What strategies are called that other frameworks have is another matter."""
+
+NVL72_PATTERN, NVL72_GPUS_PER_NODE = r"gb[23]00", 64
+"""Of domains of 72 that NVLink connects, powers of two are used."""
 
 Settings = tuple[tuple[str, str], ...]
 """Overrides of a run, groups before their fields."""
@@ -125,7 +125,13 @@ class Reading:
 
     @property
     def source_class(self) -> str:
+        """Whether all that decides the number is stated, in the source or its scripts, or something is assumed."""
         return COMPLETE if self.is_complete else ROUGH
+
+    @property
+    def assumed_class(self) -> str:
+        """What intervals call a row of which something is assumed."""
+        return ROUGH if self.source in load_sources() else UNKNOWN
 
 
 @functools.lru_cache(maxsize=10_000)
@@ -180,10 +186,13 @@ def read_line(row: int, line: PublishedLine) -> Reading:
     UsageError
         As `read_lines`.
     """
+    line = _move_adapters(line)
     knowledge = find_source_knowledge(line)
     try:
         if knowledge.refuse:
             raise NotExpressibleError(knowledge.refuse)
+        if match := re.search(OTHER_FRAMEWORK_PATTERN, (line.get("note") or "").lower()):
+            raise NotExpressibleError(f"{match[0]}: another framework than PyTorch")
         quantity = read_quantity(row, line, knowledge.metrics)
         overrides, micro_batches = _read_words(line, knowledge)
         batches = (
@@ -223,6 +232,14 @@ def read_line(row: int, line: PublishedLine) -> Reading:
     )
 
 
+def _move_adapters(line: PublishedLine) -> PublishedLine:
+    """Adapters that stand in the model's name, beside the strategy."""
+    named = re.search(r"\bq?lora\b", line["model"].lower())
+    if named is None or "lora" in line["strategy"].lower():
+        return line
+    return {**line, "strategy": f"{line['strategy']} ({named[0]})"}
+
+
 def _read_loss_memory(knowledge: SourceKnowledge) -> LossMemory | None:
     if knowledge.loss_memory is None:
         return None
@@ -234,7 +251,7 @@ def _read_words(line: PublishedLine, knowledge: SourceKnowledge) -> tuple[Overri
     taken_back = {key for key, value in known.items() if value == ""}
     known = {key: value for key, value in known.items() if value != ""}
     note, words = line.get("note") or "", Overrides()
-    gpus = int(known["gpus"]) if "gpus" in known else _read_count(line, "gpu_count", "number of GPUs")
+    gpus = int(known["gpus"]) if "gpus" in known else read_count(line, "gpu_count", "number of GPUs")
     if "model" not in known:
         words.add(read_model(line["model"], line["parameters"], note))
     if "hardware" not in known:
@@ -249,7 +266,7 @@ def _read_words(line: PublishedLine, knowledge: SourceKnowledge) -> tuple[Overri
         words.add(read_checkpointing(line["activation_checkpointing"]))
     settings = {"gpus": str(gpus), "gpus_per_node": _find_gpus_per_node(line, gpus), **words.settings, **known}
     if "sequence_length" not in settings:
-        settings["sequence_length"] = str(_read_count(line, "sequence_length", "sequence length"))
+        settings["sequence_length"] = str(read_count(line, "sequence_length", "sequence length"))
     _extend_positions(settings, knowledge.block_size == "sequence_length")
     if settings["strategy"] == "fsdp1" and records_nccl_stream(find_torch_version(line)):
         settings["+hardware.speeds.records_nccl_stream"] = "true"
@@ -261,15 +278,18 @@ def _read_words(line: PublishedLine, knowledge: SourceKnowledge) -> tuple[Overri
         assumptions.append("blocks of quantised layers are predicted as they are without a compiler")
     if settings["precision"] == "fp8":
         assumptions += _fuse_float8(settings)
+    if settings["strategy"] == "deepspeed" and settings["precision"] in ("fp16", "bf16_pure"):
+        assumptions.append(_find_deepspeed_assumption(settings))
+        settings["precision"] = "bf16"
     micro_batches = None
     is_tensor_alone = "strategy.async_tensor_parallel" in settings and "strategy.pipeline" not in settings
     if settings["strategy"] == "mesh" and not is_tensor_alone:
         settings |= _format_settings(knowledge.mesh)
         if knowledge.balances_stages and "strategy.pipeline" in settings:
             settings["strategy.last_stage_less_blocks"] = str(_find_balance(settings))
-        micro_batches = _read_micro_batches(line, settings, knowledge)
+        micro_batches = read_micro_batches(line, settings, knowledge)
     else:
-        settings = _read_batch(line, settings, knowledge, assumptions)
+        settings = read_batch(line, settings, knowledge, assumptions)
     if settings["strategy"] == "deepspeed" and settings.get("strategy.stage", "2") in ("2", "3"):
         settings.setdefault("gradient_accumulation_sync", "true")  # gradients that are divided cannot be accumulated
     kept = {key: value for key, value in settings.items() if key not in taken_back}
@@ -296,6 +316,26 @@ def _fuse_float8(settings: dict[str, str]) -> list[str]:
         return []
     settings["compile"] = "true"
     return ["scaling and rounding to FP8, norms and activations are fused, as by torch's compiler"]
+
+
+FORMATS_OF_DEEPSPEED = {
+    "fp16": "DeepSpeed's fp16 is predicted as its bf16",
+    "bf16_pure": "DeepSpeed keeps a copy of the parameters in fp32",
+}
+
+
+def _find_deepspeed_assumption(settings: Mapping[str, str]) -> str:
+    """Both are what the suite calls bf16: parameters in 16 bit, those that are trained with a copy in fp32.
+
+    Raises
+    ------
+    NotExpressibleError
+        If the GPU does not compute in bf16.
+    """
+    hardware = build_published_config((("hardware", settings["hardware"]),)).hardware
+    if settings["precision"] == "fp16" and hardware.peak_tflops.get("bf16") is None:
+        raise NotExpressibleError(f"DeepSpeed's fp16 on {settings['hardware']}, which does not compute in bf16")
+    return FORMATS_OF_DEEPSPEED[settings["precision"]]
 
 
 def _find_balance(settings: Mapping[str, str]) -> int:
@@ -327,80 +367,13 @@ def _read_knobs(line: PublishedLine, gpus: int, strategy: str) -> Overrides:
     return words if words.settings.get("strategy") == strategy else Overrides()
 
 
-def _read_count(line: PublishedLine, column: str, name: str) -> int:
-    text = line.get(column) or ""
-    if is_blank(text):
-        raise NotExpressibleError(f"the {name} is not stated")
-    try:
-        return parse_count(text)
-    except ValueError as error:
-        raise NotExpressibleError(f"{column}: {error}") from None
-
-
 def _find_gpus_per_node(line: PublishedLine, gpus: int) -> str:
     match = re.search(NODE_PATTERN, f"{line['gpu']} {line.get('note') or ''} {line['sharding']}".lower())
-    stated = int(match[1] or match[2]) if match else DEFAULT_GPUS_PER_NODE
-    if gpus > stated and gpus % stated:
+    default = NVL72_GPUS_PER_NODE if re.search(NVL72_PATTERN, line["gpu"].lower()) else DEFAULT_GPUS_PER_NODE
+    stated = int(match[1] or match[2]) if match else default
+    if (gpus > stated and gpus % stated) or stated == NVL72_GPUS_PER_NODE:
         stated = next(size for size in range(stated, 0, -1) if gpus % size == 0)
     return str(stated)
-
-
-def _read_micro_batches(line: PublishedLine, settings: Mapping[str, str], knowledge: SourceKnowledge) -> MicroBatches:
-    """Of a mesh: a row's batch is that of one copy of the model at a time."""
-    note = f"{line.get('note') or ''}; {line['sharding']}".lower()
-    if knowledge.micro_batch is not None:
-        size = knowledge.micro_batch
-    else:
-        size = _read_count(line, "batch_size_per_gpu", "micro-batch")
-    copies = int(settings["gpus"]) // count_ranks_per_copy(settings)
-    global_batch = _read_global_batch(note, knowledge)
-    count = _read_accumulation(note)
-    if global_batch is not None:
-        count = max(1, round(global_batch / (copies * size)))
-    elif count is None:
-        raise NotExpressibleError("the number of micro-batches is not stated")
-    return plan_micro_batches(settings, size, count)
-
-
-def _read_global_batch(note: str, knowledge: SourceKnowledge) -> int | None:
-    if knowledge.global_batch is not None:
-        return knowledge.global_batch
-    match = re.search(GLOBAL_BATCH_PATTERN, note)
-    return int(match[1].replace(",", "")) if match else None
-
-
-def _read_batch(
-    line: PublishedLine, settings: Mapping[str, str], knowledge: SourceKnowledge, assumptions: list[str]
-) -> dict[str, str]:
-    """The overrides, with sequences per GPU and micro-batch, and how many micro-batches."""
-    note = f"{line.get('note') or ''}; {line['sharding']}".lower()
-    stated_degree = settings.get("strategy.degree", settings.get("strategy.tensor", ""))
-    degree = int(stated_degree) if stated_degree.isdecimal() else 1
-    replicas = int(settings["gpus"]) // degree
-    accumulation = _read_accumulation(note)
-    global_batch = _read_global_batch(note, knowledge)
-    if knowledge.micro_batch is not None:
-        batch = knowledge.micro_batch
-    elif "batch_size_per_gpu" in settings:
-        batch = int(settings["batch_size_per_gpu"])
-    elif not is_blank(line["batch_size_per_gpu"]):
-        batch = _read_count(line, "batch_size_per_gpu", "batch per GPU")
-    elif global_batch is not None and global_batch % (replicas * (accumulation or 1)) == 0:
-        batch = global_batch // (replicas * (accumulation or 1))
-        assumptions.append(f"a micro-batch of {batch}, which the global batch comes to")
-    else:
-        raise NotExpressibleError("the batch per GPU is not stated")
-    if accumulation is None and global_batch is not None and global_batch % (batch * replicas) == 0:
-        accumulation = global_batch // (batch * replicas)
-    accumulated = {"gradient_accumulation": str(accumulation)} if accumulation else {}
-    return {**divide_batch(settings, batch, degree), **accumulated}
-
-
-def _read_accumulation(note: str) -> int | None:
-    for pattern in ACCUMULATION_PATTERNS:
-        if match := re.search(pattern, note):
-            return 1 if match[1] == "no" else int(match[1]) or None
-    return None
 
 
 def order_settings(settings: dict[str, str]) -> Settings:
@@ -416,9 +389,12 @@ def _build_config(settings: tuple[tuple[str, str], ...]) -> RunConfig:
 
 
 def _check_parameters(line: PublishedLine, config: RunConfig) -> None:
-    """A misread name shows in the number of parameters."""
+    """A misread name shows in the number of parameters, unless that is a part of the name."""
+    if normalise_model_name(line.get("parameters") or "") in normalise_model_name(line["model"]):
+        return
     printed, actual = parse_parameters(line.get("parameters") or ""), config.model.num_parameters
-    if printed and printed > 1e6 and abs(actual / printed - 1) > PARAMETER_TOLERANCE:
+    tolerance = max(PARAMETER_TOLERANCE * (printed or 0.0), find_rounding(line.get("parameters") or ""))
+    if printed and printed > 1e6 and abs(actual - printed) > tolerance:
         raise NotExpressibleError(
             f"{line['model']}: {line['parameters']} parameters are printed, and the shape that it is taken for has "
             f"{actual / 1e9:.2f}B"

@@ -14,8 +14,9 @@ from bench.config.flop_conventions import SUITE_COLUMNS, count_flops_per_sequenc
 from bench.config.run_config import RunConfig
 from bench.config.speed_columns import compute_speed_columns
 from bench.core.errors import UsageError
-from bench.prediction.intervals import DEVICE_USED as DEVICE_USED_METRIC
 from bench.prediction.intervals import (
+    COMPLETE,
+    ROUGH,
     STEP_TIME,
     classify_hardware,
     find_factors,
@@ -23,6 +24,7 @@ from bench.prediction.intervals import (
     is_layout,
     is_time_known,
 )
+from bench.prediction.intervals import DEVICE_USED as DEVICE_USED_METRIC
 from bench.prediction.other_software_memory import predict_peak
 from bench.prediction.prediction import DOES_NOT_FIT, FITS, TOO_CLOSE, MemoryPrediction, PredictedRange, Prediction
 from bench.prediction.predictor import predict_runs
@@ -248,7 +250,7 @@ def _compute_range(
     factors = find_factors(
         INTERVAL_METRICS[quantity.kind],
         classify_hardware(config.hardware),
-        is_complete=reading.is_complete and (quantity.kind != SPEED or knows_time),
+        row_class=_find_row_class(reading, quantity, knows_time=knows_time),
         is_layout=is_layout(config),
     )
     if quantity.kind != SPEED:
@@ -260,6 +262,12 @@ def _compute_range(
     shares = (1.0, min(factors.low, own.low / own.value), max(factors.high, own.high / own.value))
     values = [_compute_speed(reading, config, quantity, step_s * share) for share in shares]
     return values[0], min(values[1:]), max(values[1:])
+
+
+def _find_row_class(reading: Reading, quantity: Quantity, *, knows_time: bool) -> str:
+    if not reading.is_complete:
+        return reading.assumed_class
+    return COMPLETE if quantity.kind != SPEED or knows_time else ROUGH
 
 
 def _find_verdict(reading: Reading, prediction: Prediction) -> str | None:

@@ -25,6 +25,8 @@ An entry, and each of its rules, may have these keys:
   whose gradient takes their place (`bench.prediction.simulation.other_loop`).
 * ``miss_cause``: why predictions of its rows miss, as far as that is known.
 
+A rule's pattern is searched in a column, or in strategy and sharding together (``layout``).
+
 The entry `UNKNOWN_SOURCE` is for rows of sources that the file does not have: what software that a row names does
 unless it is told otherwise.
 """
@@ -116,8 +118,13 @@ def find_source_knowledge(line: PublishedLine) -> SourceKnowledge:
     return SourceKnowledge(**merged)
 
 
+LAYOUT_COLUMNS = ("strategy", "sharding")
+"""In either of which people write degrees: what rules call the column ``layout``."""
+
+
 def _matches(patterns: Mapping[str, str], line: PublishedLine) -> bool:
-    return all(re.search(pattern, line.get(column) or "", re.IGNORECASE) for column, pattern in patterns.items())
+    texts = {**line, "layout": " ".join(line.get(column) or "" for column in LAYOUT_COLUMNS)}
+    return all(re.search(pattern, texts.get(column) or "", re.IGNORECASE) for column, pattern in patterns.items())
 
 
 def find_torch_version(line: PublishedLine) -> str:

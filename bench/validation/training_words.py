@@ -28,17 +28,26 @@ OPTIONS_WITHOUT_GPU = ("auto", "cpu", "gpu")
 GPU_KINDS = (
     *((kind, kind) for kind in ("gb300", "gb200", "gh200", "b300", "b200", "h200", "h100", "a100", "v100")),
     *((kind, kind) for kind in ("l40s", "l40", "a10g", "mi355x", "mi325x", "mi300x", "mi300a", "mi250x", "mi250")),
-    *(("h800", "h100"), ("a800", "a100"), ("titan rtx", "titan_rtx"), ("rtx pro 6000", "rtx_pro_6000")),
-    *(("pro 6000", "rtx_pro_6000"), ("6000 ada", "rtx_6000_ada"), ("rtx 6000ada", "rtx_6000_ada")),
-    *(("rtx 8000", "rtx_8000"), ("rtx a6000", "a6000"), ("a6000", "a6000"), ("3090 ti", "rtx_3090_ti")),
-    *(("3090", "rtx_3090"), ("4090", "rtx_4090"), ("5090", "rtx_5090"), ("mi210", "mi210"), ("mi100", "mi100")),
-    *(("a10", "a10"), ("l4", "l4"), ("t4", "t4")),
+    *(("h800", "h100"), ("a800", "a100"), ("mi350x", "mi355x"), ("titan rtx", "titan_rtx")),
+    *(("rtx pro 6000", "rtx_pro_6000"), ("pro 6000", "rtx_pro_6000"), ("6000 ada", "rtx_6000_ada")),
+    *(("rtx 6000ada", "rtx_6000_ada"), ("rtx 8000", "rtx_8000"), ("rtx a6000", "a6000"), ("a6000", "a6000")),
+    *(("3090 ti", "rtx_3090_ti"), ("3090", "rtx_3090"), ("4090", "rtx_4090"), ("5090", "rtx_5090")),
+    *(("mi210", "mi210"), ("mi100", "mi100"), ("a10", "a10"), ("l4", "l4"), ("t4", "t4")),
 )
 """What names of GPUs contain, first match first, and how options of conf/hardware begin that describe such a GPU."""
 
-HALVED_NVLINK_KINDS = {"a800": "200", "h800": "200"}
-"""Kinds that are another kind with 400 GB/s of NVLink: GB/s in each direction
-(https://www.nvidia.com/en-us/data-center/a800/, https://lenovopress.lenovo.com/lp1814)."""
+VARIANTS = {
+    **{kind: {"hardware.speeds.links.gpu_gb_s": "200"} for kind in ("a800", "h800")},
+    "mi350x": {
+        "hardware.power_w": "1000",
+        "hardware.peak_tflops.bf16": "2300",
+        "hardware.peak_tflops.fp16": "2300",
+        "hardware.peak_tflops.fp8": "4600",
+    },
+}
+"""Kinds that are another kind with other numbers: 400 GB/s of NVLink in both directions
+(https://www.nvidia.com/en-us/data-center/a800/, https://lenovopress.lenovo.com/lp1814), cooled by air
+(https://www.amd.com/en/products/accelerators/instinct/mi350/mi350x.html)."""
 
 MEMORY_TOLERANCE = 0.08
 """Between the memory that a name prints and that of the hardware's file (80 and 79.6 GB are one card)."""
@@ -101,8 +110,7 @@ def _choose_variant(text: str, words: str, word: str, kind: str, names: list[str
         fitting = [largest]
     name = min(fitting or names, key=len)
     overrides.settings["hardware"] = name
-    if word in HALVED_NVLINK_KINDS:
-        overrides.settings["hardware.speeds.links.gpu_gb_s"] = HALVED_NVLINK_KINDS[word]
+    overrides.settings |= VARIANTS.get(word, {})
     return overrides
 
 

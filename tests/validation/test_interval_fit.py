@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import random
 
@@ -16,6 +17,7 @@ from bench.prediction.intervals import (
     INTERVAL_METRICS,
     RESERVED,
     ROUGH,
+    UNKNOWN,
     IntervalFactors,
     add_intervals,
     classify_hardware,
@@ -26,7 +28,9 @@ from bench.prediction.intervals import (
 )
 from bench.prediction.prediction import DOES_NOT_FIT, PredictedRange, Prediction, TimePrediction
 from bench.prediction.predictor import predict_runs
-from bench.validation.interval_fit import TARGET_COVERAGE, Residual, fit_interval
+from bench.records.published import PUBLISHED_CSV, read_published_lines
+from bench.validation.interval_fit import TARGET_COVERAGE, Residual, fit_interval, forget_source, is_covered_on_average
+from bench.validation.readings import read_line
 from tests.conftest import compose_run_config
 
 
@@ -104,6 +108,18 @@ def test_an_interval_holds_for_each_source_but_one_in_ten_by_itself() -> None:
     assert math.log(fitted.high) >= 0.3
 
 
+def test_on_average_a_table_counts_as_much_as_any_other_however_many_rows_it_has() -> None:
+    """Of 21 tables one, with most of the rows, is far off: an interval for a new table need not hold for it."""
+    residuals = [Residual(f"source {source}", "device", 0.002 * row) for source in range(20) for row in range(5)]
+    residuals += [Residual("far off", "device", 0.45) for _ in range(200)]
+    by_row = fit_interval(residuals, is_device_left_out=False)
+    on_average = fit_interval(residuals, is_device_left_out=False, is_covered=is_covered_on_average)
+    assert math.log(by_row.high) >= 0.45
+    assert math.log(on_average.high) < 0.1
+    nearer = [*residuals[:95], *(Residual(f"near {source}", "device", 0.3) for source in range(4) for _ in range(50))]
+    assert math.log(fit_interval(nearer, is_device_left_out=False, is_covered=is_covered_on_average).high) >= 0.3
+
+
 def test_factors_widen_a_range_and_never_narrow_it() -> None:
     assert IntervalFactors(0.9, 1.2).widen(PredictedRange(10, 9.5, 10.5)) == PredictedRange(10, 9, 12)
     assert IntervalFactors(0.9, 1.2).widen(PredictedRange(10, 5, 20)) == PredictedRange(10, 5, 20)
@@ -111,15 +127,35 @@ def test_factors_widen_a_range_and_never_narrow_it() -> None:
 
 @pytest.mark.parametrize("metric", INTERVAL_METRICS)
 def test_devices_of_which_less_is_known_have_no_narrower_intervals(metric: str) -> None:
-    for is_complete in (True, False):
-        factors = [find_factors(metric, name, is_complete=is_complete) for name in DEVICE_CLASSES]
+    for row_class, is_layout in itertools.product((COMPLETE, ROUGH, UNKNOWN), (False, True)):
+        factors = [find_factors(metric, name, row_class=row_class, is_layout=is_layout) for name in DEVICE_CLASSES]
         lows, highs = [entry.low for entry in factors], [entry.high for entry in factors]
         assert lows == sorted(lows, reverse=True)
         assert highs == sorted(highs)
         assert lows[0] < 1 < highs[0]
-    complete, rough = (find_factors(metric, DEVICE_CLASSES[0], is_complete=value) for value in (True, False))
-    assert rough.low <= complete.low
-    assert rough.high >= complete.high
+
+
+@pytest.mark.parametrize("metric", INTERVAL_METRICS)
+@pytest.mark.parametrize("is_layout", [False, True])
+def test_rows_of_which_less_is_known_have_no_narrower_intervals(metric: str, is_layout: bool) -> None:
+    for device_class in DEVICE_CLASSES:
+        complete, rough, unknown = (
+            find_factors(metric, device_class, row_class=row_class, is_layout=is_layout)
+            for row_class in (COMPLETE, ROUGH, UNKNOWN)
+        )
+        assert unknown.low <= rough.low <= complete.low
+        assert unknown.high >= rough.high >= complete.high
+
+
+def test_what_nobody_looked_up_is_shown_by_rows_read_as_if_nobody_had() -> None:
+    """The row is read anew by its words alone, and belongs to a group of its own among residuals."""
+    line = next(line for line in read_published_lines(PUBLISHED_CSV) if line["source_key"] == "llm_foundry")
+    known, forgotten = read_line(1, line), read_line(1, forget_source(line))
+    assert (known.assumed_class, forgotten.assumed_class) == (ROUGH, UNKNOWN)
+    assert known.is_complete
+    assert not forgotten.is_complete
+    assert known.source in forgotten.source
+    assert dict(known.settings) != dict(forgotten.settings)
 
 
 @pytest.mark.slow
@@ -183,5 +219,6 @@ def test_a_time_that_nobody_measured_has_the_interval_of_rough_rows(
     stated = add_intervals(config, prediction).time
     assert stated is not None
     layout = config.strategy.timetable is not None
-    factors = find_factors("step time", classify_hardware(config.hardware), is_complete=is_known, is_layout=layout)
+    row_class = COMPLETE if is_known else ROUGH
+    factors = find_factors("step time", classify_hardware(config.hardware), row_class=row_class, is_layout=layout)
     assert (stated.step_s.low, stated.step_s.high) == (factors.low, factors.high)

@@ -27,11 +27,18 @@ from bench.validation.readings import Reading, build_published_config, read_line
 from bench.validation.scores import Score, build_score
 
 LINE = {
-    **{"source_key": "", "figure_or_table": "", "source_url": "", "torch_version": "", "note": "global batch 16"},
+    **{
+        "source_key": "fairseq_fsdp_2021",
+        "figure_or_table": "",
+        "source_url": "",
+        "torch_version": "",
+        "note": "global batch 16",
+    },
     **{"model": "gpt_tiny", "parameters": "", "strategy": "TP + PP", "sharding": "TP2 PP2", "precision": "bf16_pure"},
     **{"gpu": "A100-80GB", "gpu_count": "8", "sequence_length": "64", "batch_size_per_gpu": "1"},
     **{"activation_checkpointing": "none", "metric": "tokens_per_second_per_gpu", "value": "1000", "unit": ""},
 }
+"""Of a source of which nothing is known that changes how it is read."""
 
 
 def read(**changed: str) -> Reading:
@@ -311,7 +318,7 @@ def test_memory_with_a_margin_of_its_own_decides_no_interval() -> None:
         ({"sharding": "ZeRO-1", "strategy": "Megatron-DeepSpeed"}, {"sharding": "ZeRO-1"}),
     ],
 )
-def test_where_parts_are_reduced_to_their_owners_time_is_that_of_what_does_so_in_a_pipeline(
+def test_where_parts_are_reduced_to_their_owners_time_is_that_of_what_does_so_once_a_step(
     words: dict[str, str], plain_words: dict[str, str]
 ) -> None:
     staged, plain, shared, alone = (
@@ -329,7 +336,9 @@ def test_where_parts_are_reduced_to_their_owners_time_is_that_of_what_does_so_in
     assert published.time != continue_prediction(tuple(predictions[:num_runs]), staged.micro_batches).time
     assert published.memory.parts == predictions[0].memory.parts
     assert [dict(reading.settings)["strategy.data"] for reading in (plain, shared, alone)] == ["zero1", "zero1", "ddp"]
-    assert all(dict(run)["strategy.data"] != "fsdp" for reading in (plain, shared, alone) for run in reading.runs)
+    assert [dict(run)["strategy.data"] for run in shared.runs] == ["zero1", "fsdp"]
+    assert dict(shared.runs[1])["strategy.micro_batches"] == "8"
+    assert all(dict(run)["strategy.data"] != "fsdp" for reading in (plain, alone) for run in reading.runs)
 
 
 def test_tensor_parallelism_overlaps_where_its_source_says_so() -> None:

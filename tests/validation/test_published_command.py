@@ -12,9 +12,11 @@ import pytest
 
 from bench.core.errors import ImpossibleError, UsageError
 from bench.core.installation import DATA_FOLDER
+from bench.prediction.intervals import UNKNOWN, find_factors
 from bench.prediction.prediction import DOES_NOT_FIT, TOO_CLOSE
 from bench.records.published import PUBLISHED_CSV, read_published_lines
 from bench.validation.command import MORE_PUBLISHED_CSV, list_published_lines, main
+from bench.validation.metrics import SPEED
 from bench.validation.published_table import REQUIRED_COLUMNS, read_published_table
 from bench.validation.readings import Reading, build_published_config, order_settings, read_line, read_lines
 from bench.validation.scores import score_readings
@@ -259,7 +261,114 @@ def test_megatron_is_read_as_its_defaults_have_it() -> None:
     assert settings["strategy.sequence_parallel"] == "true"
     assert (settings["precision.float8"], settings["precision.parameters"]) == ("transformer_engine", "bf16")
     assert reading.state_bytes == (6, 12)
-    assert read_unknown(strategy="Megatron-DeepSpeed", sharding="TP2 PP2", note="global batch 16").state_bytes is None
+    assert (
+        dict(read_unknown(strategy="Megatron", activation_checkpointing="selective").settings)[
+            "activation_checkpointing"
+        ]
+        == "none"
+    )
+
+
+@pytest.mark.parametrize(
+    ("columns", "state_bytes", "data"),
+    [
+        ({"strategy": "TP + PP", "sharding": "TP2 PP2"}, (6, 12), "ddp"),
+        ({"strategy": "Megatron-DeepSpeed", "sharding": "TP2 PP2 ZeRO-1", "precision": "fp16"}, (4, 12), "zero1"),
+        ({"strategy": "ZeRO-2 + TP", "sharding": "TP2 ZeRO-2", "precision": "fp16"}, (2, 14), "fsdp"),
+        ({"strategy": "FSDP + TP + PP", "sharding": "TP2 PP2"}, None, "fsdp"),
+        ({"strategy": "TP + PP", "sharding": "TP2 PP2", "note": "global batch 16; torchtitan"}, None, "ddp"),
+    ],
+)
+def test_layouts_keep_what_megatron_keeps_unless_they_are_torch_s(
+    columns: dict[str, str], state_bytes: tuple[float, float] | None, data: str
+) -> None:
+    reading = read_unknown(**{"note": "global batch 16", **columns})
+    assert reading.state_bytes == state_bytes
+    assert reading.receives_in_turn == (state_bytes is not None)
+    assert dict(reading.settings)["strategy.data"] == data
+    assert dict(reading.settings)["precision"] == ("bf16" if state_bytes is None else "bf16_pure")
+
+
+def test_pipelines_of_deepspeed_wait_for_what_they_send() -> None:
+    for strategy, waits in (("Megatron-DeepSpeed", True), ("Megatron", False)):
+        assert read_unknown(strategy=strategy, sharding="PP2", note="global batch 16").waits_for_sends == waits
+
+
+@pytest.mark.parametrize("sharding", ["TP2", "TP1 PP1"])
+def test_a_distributed_optimizer_gathers_once_a_step_without_a_pipeline_too(sharding: str) -> None:
+    copies = 4 if sharding == "TP2" else 8
+    first, *_, timed = read_unknown(strategy="Megatron", sharding=sharding, note=f"global batch {4 * copies}").runs
+    assert dict(first)["strategy.data"] == "zero1"
+    assert dict(timed)["strategy.data"] == "fsdp"
+    assert dict(timed)["strategy.micro_batches"] == "4"  # of one schedule, which keeps what it gathers
+    assert "gradient_accumulation" not in dict(timed)
+
+
+@pytest.mark.parametrize(
+    ("columns", "setting", "value"),
+    [
+        ({"strategy": "DeepSpeed ZeRO-3", "precision": "fp16"}, "precision", "bf16"),
+        ({"strategy": "DeepSpeed ZeRO-3", "precision": "bf16 pure"}, "precision", "bf16"),
+        ({"strategy": "FSDP2 (lora)", "precision": "fp16"}, "precision", "bf16_pure"),
+        ({"model": "Llama 3 8B LoRA", "strategy": "FSDP2"}, "finetune", "lora"),
+        ({"gpu": "GB200", "gpu_count": "128"}, "gpus_per_node", "64"),
+        ({"gpu": "GB200", "gpu_count": "128", "note": "4 GPUs per node"}, "gpus_per_node", "4"),
+        ({"gpu": "GB200", "gpu_count": "72"}, "gpus_per_node", "36"),
+        ({"gpu": "GH200", "gpu_count": "64", "note": "Alps, 4 GH200 a node"}, "gpus_per_node", "4"),
+        ({"gpu_count": "64", "note": "800 Gb/s per node"}, "gpus_per_node", "8"),
+        ({"gpu": "MI350X"}, "hardware.power_w", "1000"),
+        (
+            {"strategy": "Megatron", "sharding": "TP2", "note": "NeMo; global batch 16"},
+            "strategy.async_tensor_parallel",
+            "true",
+        ),
+        ({"model": "GPT-2 124M", "parameters": "124M"}, "model.vocabulary_size", "50257"),
+        (
+            {"model": "GPT-2 124M", "parameters": "124M", "note": "vocabulary 50304"},
+            "model.vocabulary_size",
+            "50304",
+        ),
+    ],
+)
+def test_words_of_tables_that_nobody_has_looked_up_mean_what_they_usually_do(
+    columns: dict[str, str], setting: str, value: str
+) -> None:
+    reading = read_unknown(**columns)
+    assert reading.reason is None
+    assert dict(reading.settings)[setting] == value
+
+
+@pytest.mark.parametrize(
+    ("columns", "reason"),
+    [
+        ({"note": "MaxText, JAX 0.4"}, "maxtext: another framework than PyTorch"),
+        ({"strategy": "DeepSpeed ZeRO-3", "precision": "fp16", "gpu": "V100-32GB"}, "does not compute in bf16"),
+        ({"parameters": "70B"}, "70B parameters are printed"),
+    ],
+)
+def test_what_is_no_run_of_this_suite_says_why(columns: dict[str, str], reason: str) -> None:
+    assert reason in (read_unknown(**columns).reason or "")
+
+
+@pytest.mark.parametrize(
+    ("model", "parameters", "actual"),
+    [
+        ("Llama-3.2-1B", "1B", 1.24e9),  # printed to one digit
+        ("gemma-2b", "2B", 2.51e9),  # a part of the name
+        ("TinyLlama-1.1B", "1.1B", 1.10e9),
+        ("Falcon-7B", "7B", 7.2e9),
+        ("tiiuae/falcon-40b", "40B", 41.9e9),
+        ("bigscience/bloomz-7b1", "7.1B", 7.07e9),
+        ("microsoft/Phi-3-mini-4k-instruct", "3.8B", 3.82e9),
+        ("GPT3-5B", "5B", 5.0e9),
+        ("Nemotron-4 340B", "340B", 341e9),
+        ("Grok-1 314B", "314B", 316e9),
+    ],
+)
+def test_models_that_tables_have_are_known_by_their_usual_names(model: str, parameters: str, actual: float) -> None:
+    reading = read_unknown(model=model, parameters=parameters)
+    assert reading.reason is None
+    assert reading.config.model.num_parameters == pytest.approx(actual, rel=0.02)
 
 
 def test_micro_batches_of_fsdp_without_a_pipeline_are_passes_of_their_own() -> None:
@@ -291,6 +400,27 @@ def test_a_run_that_ran_is_read_as_one_that_fits_where_its_row_does_not_say() ->
     assert [dict(score.reading.settings)["precision"] for score in scores] == ["bf16_pure", "bf16"]
     assert [score.is_verdict_wrong for score in scores] == [False, True]
     assert "without which it is predicted not to fit" in scores[0].reading.assumptions[-1]
+
+
+def test_intervals_of_tables_that_nobody_has_looked_up_are_those_of_unknown_sources() -> None:
+    row = {**SINGLE_ROW, "model": "GPT-2 124M", "sequence_length": "1024", "precision": "bf16 mixed"}
+    measured = [
+        {"metric": "iteration_time", "value": "1", "unit": "s"},
+        {"metric": "peak_memory_allocated", "value": "5", "unit": "GiB"},
+    ]
+    unknown, known = (
+        score_readings(
+            [read_line(number, {**row, "source_key": key, **columns}) for number, columns in enumerate(measured)]
+        )[0]
+        for key in ("somebody", "fairseq_fsdp_2021")
+    )
+    for score, of_known in zip(unknown, known, strict=True):
+        assert score.predicted_value == of_known.predicted_value
+        metric = "step time" if score.kind == SPEED else "allocated"
+        factors = find_factors(metric, score.device_class, row_class=UNKNOWN)
+        assert score.low == pytest.approx(factors.low * score.predicted_value)
+        assert score.high == pytest.approx(factors.high * score.predicted_value)
+        assert score.low < of_known.low < of_known.high < score.high
 
 
 def test_where_checkpointing_is_not_stated_a_run_that_needs_it_is_too_close_to_call() -> None:
