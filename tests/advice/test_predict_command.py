@@ -380,11 +380,11 @@ def test_more_gpus_are_tried_with_tensor_parallelism_too(asked_for, capsys):
     """Where the largest layer does not fit however thinly it is sharded, an eighth of it does."""
     layer = ("model.vocabulary_size=400000", "model.num_heads=8", "activation_checkpointing=full")
     wide = ("model=gpt_tiny", "model.hidden_size=512", "sequence_length=64", "hardware=a100_80gb", *layer)
-    typed = (*wide, *asked_for, "gpus=4", "hardware.memory_limit_gib=1.7")
+    typed = (*wide, *asked_for, "gpus=4", "hardware.memory_limit_gib=1.1")
     (section,) = data(capsys, *typed)["sections"]
     assert section["advice"].startswith("Nothing fits")
     assert section["advice"].endswith("; strategy=tensor_parallel would fit from 8 GPUs on.")
-    eight = data(capsys, *wide, "gpus=8", "hardware.memory_limit_gib=1.7", "strategy=fsdp,tensor_parallel")["sections"]
+    eight = data(capsys, *wide, "gpus=8", "hardware.memory_limit_gib=1.1", "strategy=fsdp,tensor_parallel")["sections"]
     assert {row["strategy"] for row in eight[0]["ranked"]} == {"tensor_parallel"}
     (section,) = data(capsys, *typed, "precision=fp16")["sections"]  # which tensor parallelism refuses
     assert section["advice"].endswith("; nor would strategy=fsdp fit on any number of GPUs tried, up to 16,384.")

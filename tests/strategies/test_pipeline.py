@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from pathlib import Path
+from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
@@ -450,7 +451,7 @@ def test_the_predicted_bubble_is_near_the_formulas_and_naive_stages_mostly_wait(
 @pytest.mark.long
 @pytest.mark.slow
 def test_bubbles_measured_on_a_machine_of_their_own_are_the_predicted_ones() -> None:
-    """On the calibrated machine, within 0.035 of a step; memory to some bytes."""
+    """On the calibrated machine, the median of three runs within 0.035 of a step; memory of each to some bytes."""
     calibrated = ROOT / "results" / "calibration" / "cpu_2core.yaml"
     request = parse_sweep_request(
         ["sweep=pipelines", "mode=predict", f"hardware={calibrated}"], multirun=False, device=CPU
@@ -461,11 +462,16 @@ def test_bubbles_measured_on_a_machine_of_their_own_are_the_predicted_ones() -> 
     )
     rows = read_latest_attempts(ROOT / "results" / "measured" / "cpu_pipelines").records
     assert len(rows) == 3 * len(predicted) == 24
+    bubbles: dict[str, list[float]] = {}
     for row in rows:
+        bubbles.setdefault(knobs(row["config"]), []).append(row["bubble"])
         found = predicted[knobs(row["config"])]
-        assert found.time is not None
-        assert row["bubble"] == pytest.approx(found.time.idle_share, abs=0.035), row["effective_strategy"]
         assert row["peak_allocated_bytes"] == pytest.approx(found.memory.allocated.value, rel=1e-5)
+    for key, measured in bubbles.items():
+        time = predicted[key].time
+        assert time is not None
+        assert len(measured) == 3
+        assert median(measured) == pytest.approx(time.idle_share, abs=0.035), key
 
 
 def knobs(config: Mapping[str, Any]) -> str:
