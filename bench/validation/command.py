@@ -112,10 +112,11 @@ def list_published_lines() -> list[PublishedLine]:
 
 def _write_accuracy(output: Path, *, fits_intervals: bool) -> int:
     """Predict all published rows, and write the page, its figure and summary; before them, if asked, the intervals."""
-    readings = read_lines(list_published_lines())
+    lines = list_published_lines()
+    readings = read_lines(lines)
     scores, reasons = score_readings(readings)
     if fits_intervals:
-        forgotten, _ = score_readings(read_lines([forget_source(line) for line in list_published_lines()]))
+        forgotten, _ = score_readings(read_lines([forget_source(line) for line in lines]))
         write_intervals(fit_intervals(scores, forgotten, list_measured_residuals()), INTERVALS_FILE)
         load_interval_file.cache_clear()
         scores, reasons = score_readings(readings)

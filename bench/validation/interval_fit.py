@@ -350,9 +350,14 @@ def _add_unknown_sources(
                 classes[device_class][name] = _widen_to(interval, known[device_class])
 
 
-def _fit_unknown(residuals: Sequence[Residual], known: FittedInterval, *, is_device_left_out: bool) -> FittedInterval:
+def _are_too_few(residuals: Sequence[Residual]) -> bool:
+    """To fit the margin of a class."""
     num_groups = len({(residual.source, residual.device) for residual in residuals})
-    if len(residuals) < MIN_RESIDUALS or num_groups < MIN_GROUPS:
+    return len(residuals) < MIN_RESIDUALS or num_groups < MIN_GROUPS
+
+
+def _fit_unknown(residuals: Sequence[Residual], known: FittedInterval, *, is_device_left_out: bool) -> FittedInterval:
+    if _are_too_few(residuals):
         return _widen(known, SINGLE_GROUP_FACTOR, f"assumed: {SINGLE_GROUP_FACTOR} times what known sources show")
     return fit_interval(residuals, is_device_left_out=is_device_left_out, is_covered=is_covered_on_average)
 
@@ -378,8 +383,7 @@ def _fit_layouts(
     residuals: Sequence[Residual], complete: FittedInterval, *, is_device_left_out: bool
 ) -> FittedInterval | None:
     """No narrower than that of complete rows; None where there are too few."""
-    groups = {(residual.source, residual.device) for residual in residuals}
-    if len(residuals) < MIN_RESIDUALS or len(groups) < MIN_GROUPS:
+    if _are_too_few(residuals):
         return None
     fitted = fit_interval(residuals, is_device_left_out=is_device_left_out)
     return _widen_to(fitted, complete)

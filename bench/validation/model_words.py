@@ -90,9 +90,9 @@ def read_model(name: str, parameters: str, note: str = "") -> Overrides:
     key, entries = normalise_model_name(name), load_model_entries()
     size = re.sub(r"\.", "p", parameters.strip().lower())
     entry = entries.get(key) or entries.get(key + size) or entries.get(key + re.sub(r"p0(?=b)", "", size))
-    shape = _read_shape(name)
+    shape, noted_shape = _read_shape(name), _read_shape(note)
     if entry is None:
-        shape = {**_read_shape(note), **shape}
+        shape = {**noted_shape, **shape}
         if len({"model.hidden_size", "model.num_layers", "model.num_heads"} & set(shape)) < 3:
             raise NotExpressibleError(f"the suite has no shape of a model called {name.strip()}")
         entry = {"model": "gpt_1b3", "assumed": f"{name.strip()} is predicted as a GPT of the stated shape"}
@@ -102,8 +102,8 @@ def read_model(name: str, parameters: str, note: str = "") -> Overrides:
         field: "null" if value is None else str(value) for field, value in entry.items() if field not in ENTRY_WORDS
     }
     is_gpt = settings["model"].startswith(("gpt", "mpt"))
-    if is_gpt and (stated := _read_shape(note).get(VOCABULARY)):
-        settings[VOCABULARY] = stated
+    if is_gpt and VOCABULARY in noted_shape:
+        settings[VOCABULARY] = noted_shape[VOCABULARY]
     settings |= {field: value for field, value in shape.items() if is_gpt or field != "model.hidden_size"}
     return Overrides(settings, [entry["assumed"]] if entry.get("assumed") else [])
 
