@@ -34,7 +34,7 @@ from bench.planning.sweep_plan import SweepPlan, build_sweep_plan
 from bench.prediction.predictor import predict_runs
 from bench.rank.row import build_configured_columns
 from bench.reporting.paper.comparisons import DHEN_SHARDING_LABELS
-from tests.conftest import CPU
+from tests.conftest import CPU, measure_parse_s
 
 CLUSTER = DetectedDevice("cuda", "NVIDIA A100-SXM4-80GB", 512)
 README = CONF_FOLDER / "sweep" / "README.md"
@@ -507,7 +507,7 @@ def test_four_thousand_runs_are_planned_in_seconds(monkeypatch):
     )
     started = time.process_time()
     plan = planned(**GRID)
-    assert time.process_time() - started < 8  # 2 s on two cores of 2024, of which Hydra takes 1.2
+    assert time.process_time() - started < 1000 * measure_parse_s()  # 150 to 250 were seen
     assert len(plan.to_run) + len(plan.impossible) == 4000
     assert len({config.run_id for config in plan.to_run}) == len(plan.to_run) == 3250
     assert len(composing) <= sum(len(values.split(",")) for values in GRID.values()), (
@@ -524,7 +524,7 @@ def test_four_thousand_shapes_of_a_model_are_planned_in_seconds():
         "model.num_layers": "range(1,21)",
         "model.intermediate_size": "range(256,2816,256)",
     })  # fmt: skip
-    assert time.process_time() - started < 8
+    assert time.process_time() - started < 1000 * measure_parse_s()
     assert len({config.run_id for config in plan.to_run}) == 4000
 
 
