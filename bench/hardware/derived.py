@@ -162,8 +162,8 @@ def derive_sustained_shares(values: dict[str, Any], base: Mapping[str, Any]) -> 
             return {}
         bursts, base_bursts = _list_burst_tflops(values), _list_burst_tflops(base)
         ratios = {
-            name: compute_sustained_share(power_w, tflops)
-            / compute_sustained_share(base_power_w, base_bursts.get(name, tflops))
+            name: compute_sustained_share(power_w, tflops, is_attention=name != MATMUL)
+            / compute_sustained_share(base_power_w, base_bursts.get(name, tflops), is_attention=name != MATMUL)
             for name, tflops in bursts.items()
         }
 

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from statistics import fmean
 
 import numpy as np
 import numpy.typing as npt
 
-SUSTAINED_SHARE_AT_ONE_WATT = 0.852
+SUSTAINED_SHARES_AT_ONE_WATT = {"ampere": 0.85, "hopper": 0.886, "blackwell": 0.82}
 """Share of a burst's speed that is left at 1 W of board power per TFLOP/s of that burst, for products that run alone.
-The mean of three chips: A100 PCIe 0.85 and B200 0.82 (matrix products in training layouts that were timed at length,
-SimuMax, against bursts on the same chips, aiconfigurator), and an H100 SXM 0.886 (products of 8192 x 8192 x 8192 after
-3 s: results/calibration/h100_power.csv). No training row was used."""
+By architecture, where it was timed: an A100 PCIe and a B200 (matrix products in training layouts that were timed at
+length, SimuMax, against bursts on the same chips, aiconfigurator), and an H100 SXM (products of 8192 x 8192 x 8192
+after 3 s: results/calibration/h100_power.csv). No training row was used."""
+
+MEAN_SHARE_AT_ONE_WATT = fmean(SUSTAINED_SHARES_AT_ONE_WATT.values())
+"""For all other architectures."""
+
+ATTENTION_SHARE = 0.873
+"""Of these shares, for fused attention, which draws more power at the same speed: 0.890 forward and 0.855 backward on
+an H100 (8 x 16 heads of 2,048 x 128: results/calibration/h100_power.csv)."""
 
 POWER_EXPONENT = 1 / 3
 """Dynamic power grows with the cube of the clock where the voltage follows it (Chandrakasan et al. 1992, IEEE Journal
@@ -32,7 +40,9 @@ def compute_typical_attention_share(kernel: Mapping[str, float]) -> float:
     return kernel["forward"] * TYPICAL_HEAD_DIMENSION / (TYPICAL_HEAD_DIMENSION + kernel["half_width"])
 
 
-def compute_sustained_share(board_power_w: float, burst_tflops: float) -> float:
+def compute_sustained_share(
+    board_power_w: float, burst_tflops: float, architecture: str | None = None, is_attention: bool = False
+) -> float:
     """Share of a burst's speed that a device keeps up: 1 where its power limit does not matter.
 
     Parameters
@@ -41,8 +51,19 @@ def compute_sustained_share(board_power_w: float, burst_tflops: float) -> float:
         The limit of the whole board, in watts.
     burst_tflops: float
         16-bit TFLOP/s of the kernel in short bursts.
+    architecture: str, optional
+        A name in `SUSTAINED_SHARES_AT_ONE_WATT`, or another.
+    is_attention: bool
+        Whether the kernel is fused attention, else a matrix product.
     """
-    return min(1.0, SUSTAINED_SHARE_AT_ONE_WATT * (board_power_w / burst_tflops) ** POWER_EXPONENT)
+    share = get_share_at_one_watt(architecture, is_attention)
+    return min(1.0, share * (board_power_w / burst_tflops) ** POWER_EXPONENT)
+
+
+def get_share_at_one_watt(architecture: str | None, is_attention: bool) -> float:
+    """What was timed of this architecture, else the mean over those that were."""
+    share = SUSTAINED_SHARES_AT_ONE_WATT.get(architecture or "", MEAN_SHARE_AT_ONE_WATT)
+    return share * ATTENTION_SHARE if is_attention else share
 
 
 def compute_clock_share(burst_seconds: npt.NDArray[np.float64], sustained_shares: npt.NDArray[np.float64]) -> float:

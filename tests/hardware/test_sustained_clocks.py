@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 from bench.core.installation import DATA_FOLDER
-from bench.hardware.sustained_clocks import MEMORY_BOUND_POWER_SHARE, compute_clock_share
+from bench.hardware.sustained_clocks import MEMORY_BOUND_POWER_SHARE, compute_clock_share, compute_sustained_share
 
 MEASURED = pd.read_csv(DATA_FOLDER / "results" / "calibration" / "h100_power.csv").set_index("what")
 PRODUCT = MEASURED.loc["product bf16 8192 8192 8192"]
@@ -32,6 +32,20 @@ def test_products_beside_copies_take_what_they_took_on_an_h100(mixture: str, cop
     assert abs(PRODUCT.burst_ms / clock + copy_ms - mixed_ms) < min(
         abs(at_lasting_speed - mixed_ms), abs(at_burst - mixed_ms)
     )
+
+
+@pytest.mark.parametrize(
+    ("what", "is_attention"),
+    [
+        *((f"product bf16 {shape}", False) for shape in ("16384 8192 2048", "16384 2048 8192", "4096 4096 4096")),
+        *((f"attention {direction} 8x16x2048x128", True) for direction in ("forward", "backward")),
+    ],
+)
+def test_an_h100_keeps_up_the_share_that_the_law_says(what: str, is_attention: bool) -> None:
+    """These products were not used for it; of attention the mean of both directions was."""
+    measured = MEASURED.loc[what]
+    share = compute_sustained_share(700, measured.burst_tflops, "hopper", is_attention)
+    assert share == pytest.approx(measured.sustained_tflops / measured.burst_tflops, rel=0.025)
 
 
 def test_copies_draw_the_stated_share_of_the_limit() -> None:

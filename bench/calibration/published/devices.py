@@ -86,8 +86,8 @@ POINT_BANDWIDTHS_GB_S = {
 }
 """Memory bandwidth on paper of cards whose elementwise kernels were timed, in GB/s (their vendor's data sheets)."""
 
-BURST_DEVICE_POWERS_W = {"A100-PCIe-80GB": 300.0, "B200-SXM": 1000.0}
-"""Of the boards whose kernels were timed at length."""
+BURST_DEVICES = {"A100-PCIe-80GB": (300.0, "ampere"), "B200-SXM": (1000.0, "blackwell")}
+"""Power limit in watts, and architecture, of the boards whose kernels were timed at length."""
 
 ALIGNMENT_POINTS = {
     "a100_80gb": "A100 (cookbook)",

@@ -31,10 +31,7 @@ from bench.calibration.published.devices import (
 )
 from bench.hardware import Hardware
 from bench.hardware.speeds import MANY_GPUS_SHARE, LinkSpeeds
-from bench.hardware.sustained_clocks import (
-    compute_sustained_share,
-    compute_typical_attention_share,
-)
+from bench.hardware.sustained_clocks import compute_sustained_share, compute_typical_attention_share
 from bench.prediction.cost.kernels import OPERATOR_BANDWIDTH_SHARES
 
 MIN_POINTS = 20
@@ -143,8 +140,9 @@ def _set_sustained_shares(fit: DeviceFit) -> None:
     power_w = fit.hardware.power_w
     if power_w is None:
         return
-    efficiency = get_efficiency(fit)
-    share = round_number(compute_sustained_share(power_w, fit.peak_tflops * get_16_bit_efficiency(efficiency)))
+    efficiency, architecture = get_efficiency(fit), find_architecture(fit.hardware.name)
+    product_tflops = fit.peak_tflops * get_16_bit_efficiency(efficiency)
+    share = round_number(compute_sustained_share(power_w, product_tflops, architecture))
     law = f"fitted: {power_w:g} W by the law of bench/hardware/sustained_clocks.py, fp8 and tf32 as 16-bit formats"
     # CUDA cores, which compute in fp32, draw less power than Tensor Cores do.
     fit.set("speeds.matmul.sustained_share", {name: 1.0 if name == "fp32" else share for name in efficiency}, law)
@@ -152,7 +150,8 @@ def _set_sustained_shares(fit: DeviceFit) -> None:
     assert isinstance(kernels, dict)
     for numbers in kernels.values():
         burst_tflops = fit.peak_tflops * compute_typical_attention_share(numbers)
-        numbers["sustained_share"] = round_number(compute_sustained_share(power_w, burst_tflops))
+        kept_up = compute_sustained_share(power_w, burst_tflops, architecture, is_attention=True)
+        numbers["sustained_share"] = round_number(kept_up)
 
 
 # --- Memory.

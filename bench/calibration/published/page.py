@@ -8,7 +8,12 @@ from bench.calibration.published.alignment_fit import UNALIGNED_SHARE
 from bench.calibration.published.device_fit import PRODUCTS, DeviceFit
 from bench.core.installation import DATA_FOLDER
 from bench.hardware.speeds import MANY_GPUS_SHARE
-from bench.hardware.sustained_clocks import MEMORY_BOUND_POWER_SHARE, SUSTAINED_SHARE_AT_ONE_WATT
+from bench.hardware.sustained_clocks import (
+    ATTENTION_SHARE,
+    MEAN_SHARE_AT_ONE_WATT,
+    MEMORY_BOUND_POWER_SHARE,
+    SUSTAINED_SHARES_AT_ONE_WATT,
+)
 
 PAGE_PATH = DATA_FOLDER / "docs" / "results" / "kernels.md"
 
@@ -28,9 +33,10 @@ and `micro_products.csv`; sources and licences in [published numbers](published.
   like others: such kernels are those of the A100, also on newer GPUs. What is not aligned in the result alone costs
   nothing here: that was not timed either.
 * A **burst** is faster than training: a power limit sets the clocks of work that lasts. Of products that run alone
-  `min(1, {law:g} (W / TFLOP/s)^(1/3))` is left, with the board's power limit and the speed of the burst. Power grows
-  with the cube of the clock; the factor is the mean of three boards whose products were timed at length (A100 PCIe,
-  B200, H100 SXM). In a step they do not run alone: kernels that wait for memory draw {memory_bound:.0%} of the limit
+  `min(1, s (W / TFLOP/s)^(1/3))` is left, with the board's power limit and the speed of the burst. Power grows with the
+  cube of the clock; s is {shares} (products timed at length on an A100 PCIe, an H100 SXM and
+  a B200), and {mean:.3g}, their mean, for all others; {attention:g} of that for attention, which
+  draws more (H100). In a step kernels do not run alone: those that wait for memory draw {memory_bound:.0%} of the limit
   (copies on an H100), and a step has the clocks at which all its kernels draw the limit on average.
 * **Attention** has a curve for each kernel. The one that runs is PyTorch's choice by device and version, or
   `hardware.speeds.attention.kernel`. Its time grows with narrow heads (`half_width`), short sequences (`half_length`)
@@ -50,7 +56,11 @@ the speed that the above says (`bench/hardware/speeds.py`). Chosen on rows of ll
 def build_page(fits: Mapping[str, DeviceFit]) -> str:
     """The page as Markdown."""
     introduction = INTRODUCTION.format(
-        law=SUSTAINED_SHARE_AT_ONE_WATT, memory_bound=MEMORY_BOUND_POWER_SHARE, training=MANY_GPUS_SHARE
+        shares=", ".join(f"{share:g} for {name.title()}" for name, share in SUSTAINED_SHARES_AT_ONE_WATT.items()),
+        mean=MEAN_SHARE_AT_ONE_WATT,
+        attention=ATTENTION_SHARE,
+        memory_bound=MEMORY_BOUND_POWER_SHARE,
+        training=MANY_GPUS_SHARE,
     )
     return "\n".join(
         [introduction, _build_errors(fits), _build_numbers(fits), _build_alignment(fits), _build_attention(fits)]
