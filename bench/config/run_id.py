@@ -92,7 +92,12 @@ def get_added_strategy_knobs(strategy: Mapping[str, Any]) -> dict[str, object]:
     knobs_by_strategy: dict[str, dict[str, object]] = {
         "fsdp": {"mesh_2d": True},
         "deepspeed": {"sub_group_size": 10**9},
-        "mesh": {"ranks_per_batch": 1, "first_stage_less_blocks": 0, "last_stage_less_blocks": 0},
+        "mesh": {
+            "expert_tensor_parallel": True,
+            "ranks_per_batch": 1,
+            "first_stage_less_blocks": 0,
+            "last_stage_less_blocks": 0,
+        },
         "pipeline": {"first_stage_less_blocks": 0, "last_stage_less_blocks": 0},
         "lightning": {"mesh_2d": True if strategy.get("backend") == "fsdp" else None},
         "tensor_parallel": {

@@ -43,8 +43,16 @@ class Routing:
         self.sequence_length = (kwargs["inputs_embeds"] if tokens is None else tokens).shape[1]
         self.positions = None if kwargs.get("position_ids") is None else kwargs["position_ids"][0]
 
-    def choose_experts(self, routed_experts: torch.Tensor, num_experts: int) -> torch.Tensor:
-        """The experts instead of those that the router chose; shape (tokens, experts per token)."""
+    def choose_experts(
+        self, routed_experts: torch.Tensor, num_experts: int, sequence_part: tuple[int, int] = (0, 1)
+    ) -> torch.Tensor:
+        """The experts instead of those that the router chose; shape (tokens, experts per token).
+
+        Parameters
+        ----------
+        sequence_part: tuple of int
+            Which part of every sequence the tokens are, and of how many.
+        """
         num_tokens, num_choices = routed_experts.shape
         positions = self.positions
         if positions is None:
@@ -62,11 +70,17 @@ class Routing:
             experts = (log_shares - (-uniform.log()).log()).topk(num_choices).indices
             if self.positions is not None:
                 experts = experts[positions]
-        return experts.repeat(num_tokens // self.sequence_length, 1)
+        part, num_sequence_parts = sequence_part
+        experts = experts.chunk(num_sequence_parts)[part]
+        return experts.repeat(num_tokens // len(experts), 1)
 
 
 class ExpertDivision(Protocol):
     """How the experts of a layer are divided among ranks: what `compute_grouped_experts` asks of it."""
+
+    @property
+    def sequence_part(self) -> tuple[int, int]:
+        """Which part of every sequence this rank's tokens are, and of how many."""
 
     def prepare_inputs(self, hidden: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens and how much each of their experts counts, before they are used."""
@@ -180,9 +194,10 @@ def compute_grouped_experts(
         How much each of them counts; the same shape.
     """
     routing: Routing = experts._bench_routing
-    if routing.kind != "router":
-        routed_experts = routing.choose_experts(routed_experts, experts.num_experts)
     division: ExpertDivision | None = getattr(experts, "_bench_division", None)
+    if routing.kind != "router":
+        part = (0, 1) if division is None else division.sequence_part
+        routed_experts = routing.choose_experts(routed_experts, experts.num_experts, part)
     if division is not None:
         hidden, weights = division.prepare_inputs(hidden, weights)
     num_choices = routed_experts.shape[1]

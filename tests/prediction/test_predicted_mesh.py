@@ -33,6 +33,7 @@ from bench.strategies.pipeline.schedule import (
 from bench.strategies.step_plan import (
     CONTEXT_GROUP,
     DATA_GROUP,
+    EXPERT_GROUP,
     EXPERT_SHARD_GROUP,
     PIPELINE_GROUP,
     REPLICA_GROUP,
@@ -124,6 +125,18 @@ def test_memory_of_experts_together_with_all_else_is_what_is_measured(execute: E
 
 @pytest.mark.long
 @pytest.mark.slow
+def test_memory_of_whole_experts_on_tensor_parallel_ranks_is_what_is_measured(execute: Execute) -> None:
+    layouts = {
+        "fsdp": (TENSOR, "strategy.expert_tensor_parallel=false"),
+        "expert x ddp": (TENSOR, EXPERT, DDP, "strategy.expert_tensor_parallel=false"),
+        "pipeline x expert": (TENSOR, PIPELINE, EXPERT, "strategy.expert_tensor_parallel=false"),
+        "context x fsdp": (TENSOR, CONTEXT, "strategy.expert_tensor_parallel=false"),
+    }
+    check_measured_memory(execute, {name: (*ON_CPU, "model=moe_tiny", *knobs) for name, knobs in layouts.items()})
+
+
+@pytest.mark.long
+@pytest.mark.slow
 def test_memory_of_every_schedule_is_what_is_measured(execute: Execute) -> None:
     run = (*ON_CPU, "gpus=4", "model=gpt_tiny", "model.num_layers=4", "batch_size_per_gpu=2", PIPELINE)
     runs = {
@@ -208,6 +221,24 @@ def test_experts_are_sharded_over_those_who_have_the_same() -> None:
     # A rank stores a 32nd of every parameter: of experts a fourth, and of these an eighth.
     stored_bytes = predict_run(config).memory.parts["parameters"]
     assert stored_bytes == pytest.approx(4 * config.model.num_parameters / 32, rel=0.02)
+
+
+def test_whole_experts_are_sent_to_over_tensor_parallel_ranks() -> None:
+    run = ("model=moe_tiny", "gpus=32", "strategy.expert=2", "strategy.tensor=4", "model.num_kv_heads=4")
+    divided, whole = meshed(*run), meshed(*run, "strategy.expert_tensor_parallel=false")
+    assert build_collective_group(divided, EXPERT_GROUP) == CollectiveGroup(2, 2, 4)
+    assert build_collective_group(whole, EXPERT_GROUP) == CollectiveGroup(8, 8, 1)
+    # Either way a rank has an eighth of the experts, and of that a fourth.
+    parts = [predict_run(config).memory.parts["parameters"] for config in (divided, whole)]
+    assert parts[0] == pytest.approx(parts[1], rel=0.001)
+    # Each rank sends its own tokens, instead of all having the same and adding up what parts of experts make of them.
+    for config, num_sums in ((divided, 1), (whole, 0)):
+        (layer,) = (
+            segment
+            for segment in trace_step(build_trace_key(config), 1).segments
+            if segment.place == (0, 1) and segment.phase == "forward"
+        )
+        assert sum(event.kind == "all-reduce" for event in layer.collectives) == num_sums
 
 
 # Traces

@@ -34,6 +34,7 @@ TENSOR, PIPELINE, CONTEXT, EXPERT = (f"strategy.{name}=2" for name in ("tensor",
 DDP, ZERO1 = "strategy.data=ddp", "strategy.data=zero1"
 WHOLE = ("strategy.sequence_parallel=false", "strategy.loss_parallel=false")
 CLIP = "gradient_clip_norm=0.3"
+TENSOR_OUTSIDE = "tensor-pipeline-replicas-shards-expert-context"
 
 EIGHT = {
     "pp2-fsdp2-tp2+1f1b+sequence": (TENSOR, PIPELINE),
@@ -49,6 +50,24 @@ EIGHT_WITH_EXPERTS = {
     "pp2-ep2-tp2+1f1b+sequence": (TENSOR, PIPELINE, EXPERT),
     "fsdp2-ep2-cp2+ring": (EXPERT, CONTEXT),
     "replicas2-fsdp2-ep2": (EXPERT, "strategy.replicas=2"),
+}
+
+
+SPREAD = (TENSOR, "strategy.expert_tensor_parallel=false")
+"""Whole experts on tensor-parallel ranks."""
+WITH_WHOLE_EXPERTS = {
+    "fsdp2-tp2+sequence+whole_experts": SPREAD,
+    "ddp2-tp2+sequence+whole_experts": (*SPREAD, DDP),
+    "zero1x2-tp2+sequence+whole_experts": (*SPREAD, ZERO1),
+    "ep2-tp2+sequence+whole_experts": (*SPREAD, EXPERT),
+    "tp2-ep2+sequence+whole_experts": (*SPREAD, EXPERT, DDP, f"strategy.order={TENSOR_OUTSIDE}"),
+}
+EIGHT_WITH_WHOLE_EXPERTS = {
+    "ddp2-ep2-tp2+sequence+whole_experts": (*SPREAD, EXPERT, DDP),
+    "fsdp2-ep2-tp2+sequence+whole_experts": (*SPREAD, EXPERT),
+    "pp2-ep2-tp2+1f1b+sequence+whole_experts": (*SPREAD, PIPELINE, EXPERT),
+    "ep2-cp2-tp2+ring+sequence+whole_experts": (*SPREAD, EXPERT, CONTEXT),
+    "fsdp2-tp4+sequence+whole_experts": (*SPREAD, "strategy.tensor=4"),
 }
 
 
@@ -104,6 +123,20 @@ def test_dimensions_together_train_like_one_process(execute: Execute, family: st
 @pytest.mark.slow
 def test_experts_together_with_all_else_train_like_one_process(execute: Execute) -> None:
     check_like_one_process(execute, MODELS["moe"], 8, EIGHT_WITH_EXPERTS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("routing", ["balanced", "router"])
+def test_whole_experts_on_tensor_parallel_ranks_train_like_one_process(execute: Execute, routing: str) -> None:
+    model = (*MODELS["moe"], f"model.routing={routing}", CLIP)
+    check_like_one_process(execute, model, 4, WITH_WHOLE_EXPERTS)
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_whole_experts_together_with_all_else_train_like_one_process(execute: Execute) -> None:
+    model = (*MODELS["moe"], "model.num_kv_heads=4", CLIP)
+    check_like_one_process(execute, model, 8, EIGHT_WITH_WHOLE_EXPERTS)
 
 
 @pytest.mark.long
@@ -358,6 +391,7 @@ def test_every_knob_is_another_run_and_one_without_effect_is_not() -> None:
     assert len(set(ids)) == len(ids)
     flat = (*MODELS["gpt"], *MESH, "gpus=4")
     same = (flat, *((*flat, KNOBS[name]) for name in ("schedule", "form", "sequence", "loss")))
+    same = (*same, (*flat, SPREAD[1]))
     assert len({compose_run_config(*overrides).run_id for overrides in same}) == 1
 
 
@@ -384,6 +418,14 @@ def test_each_rank_has_gate_and_up_of_its_part_of_every_expert() -> None:
         expected = torch.cat([each.chunk(2, dim=1)[rank] for each in (gate, up)], dim=1)
         assert torch.equal(part, expected)
     assert arrange_expert_parameter("layers.0.mlp.experts.down_proj", whole, 2) is whole
+
+
+@pytest.mark.parametrize("kind", ["balanced", "skewed"])
+def test_parts_of_every_sequence_go_to_the_experts_of_their_positions(kind: str) -> None:
+    routing = Routing(kind, 1.0, sequence_length=8)
+    whole = routing.choose_experts(torch.zeros(16, 2, dtype=torch.long), 8)
+    parts = [routing.choose_experts(torch.zeros(4, 2, dtype=torch.long), 8, (part, 4)) for part in range(4)]
+    assert torch.equal(torch.cat([part.unflatten(0, (2, 2)) for part in parts], dim=1).flatten(0, 1), whole)
 
 
 @pytest.mark.parametrize("kind", ["balanced", "skewed"])
@@ -414,6 +456,18 @@ REFUSED = {
     "dropout": (("gpt", TENSOR, "model.dropout=0.1"), "drop out the same"),
     "no experts": (("gpt", EXPERT), "which has no experts"),
     "experts": (("moe", EXPERT, "model.num_experts=7"), "a divisor of model.num_experts=7: 1, 7"),
+    "whole experts": (
+        ("moe", *SPREAD, EXPERT, "model.num_experts=6"),
+        "since model.num_experts=6 are spread over both: choose degrees whose product is one of 1, 2, 3, 6",
+    ),
+    "whole experts of none": (
+        ("llama", *SPREAD),
+        "strategy.expert_tensor_parallel=false .*has no experts: choose true",
+    ),
+    "whole sequences": (
+        ("moe", *SPREAD, "strategy.sequence_parallel=false"),
+        "would send the same tokens to the experts",
+    ),
     "heads": (("llama", "strategy.tensor=8"), "strategy.tensor=8 is not valid with model.num_heads=4"),
     "undivided": (("llama", TENSOR, "model.architecture=phi3"), "has one matrix for several"),
     "undivided experts": (("moe", TENSOR, "model.architecture=gpt_oss", "model.attention=eager"), "nobody has stated"),

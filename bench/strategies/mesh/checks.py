@@ -44,6 +44,11 @@ def check_knobs(strategy: MeshStrategy) -> None:
             f"{', '.join(map(str, list_divisors(ranks_per_copy)))}",
             ImpossibleError,
         )
+    if not (layout.expert_tensor_parallel or strategy.sequence_parallel):
+        raise ImpossibleError(
+            "strategy.expert_tensor_parallel=false is not valid with strategy.sequence_parallel=false, with which all "
+            "tensor-parallel ranks would send the same tokens to the experts: choose true for one of them."
+        )
     timetable = strategy.timetable
     if timetable is not None:
         check_schedule(timetable)
@@ -82,7 +87,7 @@ def check_model(strategy: MeshStrategy, family: Family, batch_size_per_gpu: int,
                 "where they have the same",
                 ImpossibleError,
             )
-    if layout.get_degree(EXPERT) > 1:
+    if layout.get_degree(*layout.expert_dims) > 1:
         _check_experts(strategy, family)
     if layout.get_degree(TENSOR) > 1:
         _check_layers(strategy, family, sequence_length)
@@ -93,13 +98,22 @@ def check_model(strategy: MeshStrategy, family: Family, batch_size_per_gpu: int,
 
 
 def _check_experts(strategy: MeshStrategy, family: Family) -> None:
-    num_experts = getattr(family, "num_experts", 0)
+    num_experts, layout = getattr(family, "num_experts", 0), strategy.layout
     if not num_experts:
+        is_spread = layout.get_degree(EXPERT) == 1
+        asked, valid = ("expert_tensor_parallel=false", "true") if is_spread else (f"expert={strategy.expert}", "1")
         raise ImpossibleError(
-            f"strategy.expert={strategy.expert} is not valid for model={family.name}, which has no experts: choose 1, "
-            "or a model of family moe."
+            f"strategy.{asked} is not valid for model={family.name}, which has no experts: choose {valid}, or a model "
+            "of family moe."
         )
-    if num_experts % strategy.layout.get_degree(EXPERT):
+    if not layout.expert_tensor_parallel and num_experts % layout.get_degree(*layout.expert_dims):
+        raise ImpossibleError(
+            f"strategy.expert={strategy.expert} is not valid with strategy.tensor={strategy.tensor} and "
+            f"strategy.expert_tensor_parallel=false, since model.num_experts={num_experts} are spread over both: "
+            f"choose degrees whose product is one of {', '.join(map(str, list_divisors(num_experts)))}, or "
+            "strategy.expert_tensor_parallel=true."
+        )
+    if num_experts % layout.get_degree(EXPERT):
         raise invalid_value_error(
             "strategy.expert",
             strategy.expert,
@@ -117,6 +131,8 @@ def _check_layers(strategy: MeshStrategy, family: Family, sequence_length: int) 
         )
     local_length = sequence_length // strategy.layout.get_degree(CONTEXT)
     sizes = family.list_divided_sizes(local_length, sequence_parallel=strategy.sequence_parallel)
+    if not strategy.expert_tensor_parallel:
+        sizes.pop("model.intermediate_size")  # of experts, which are whole
     for name, size in sizes.items():
         if size % degree:
             divisors = list_divisors(math.gcd(*sizes.values()))

@@ -2,7 +2,8 @@
 
 As in GShard (Lepikhin et al. 2020, arXiv:2006.16668), with no limit to the tokens of an expert: how many go where is
 exchanged first, which the host waits for. Over tensor-parallel ranks each expert is divided by its width, as a
-feed-forward layer is: one all-reduce forward, and two backward.
+feed-forward layer is: one all-reduce forward, and two backward. Or experts are spread over these ranks as well, each of
+which then sends its own part of every sequence (MoE parallel folding, Liu et al. 2025, arXiv:2504.14960).
 """
 
 from __future__ import annotations
@@ -21,7 +22,12 @@ from torch.distributed._functional_collectives import (
 )
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import PrepareModuleInput, PrepareModuleOutput, parallelize_module
+from torch.distributed.tensor.parallel import (
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    SequenceParallel,
+    parallelize_module,
+)
 
 from bench.models.division import SEQUENCE_SHARD
 from bench.models.experts import compute_sorted_rows, list_experts
@@ -36,22 +42,33 @@ class ExpertSplit:
     """The experts of a layer divided over ranks by their number, by their width, or both."""
 
     expert_mesh: DeviceMesh | None
-    tensor_mesh: DeviceMesh | None
+    """Of the ranks that have different experts."""
+    width_mesh: DeviceMesh | None
+    """Of those that have parts of the same ones."""
+    sequence_mesh: DeviceMesh | None
+    """Of those ranks in `expert_mesh` that have parts of the same sequences."""
+
+    @property
+    def sequence_part(self) -> tuple[int, int]:
+        """Which part of every sequence comes to this rank's layer, and of how many."""
+        if self.sequence_mesh is None:
+            return 0, 1
+        return self.sequence_mesh.get_local_rank(), self.sequence_mesh.size()
 
     def prepare_inputs(self, hidden: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Gradients of both are added up over the ranks that have parts of each expert."""
-        if self.tensor_mesh is None:
+        if self.width_mesh is None:
             return hidden, weights
-        group = self.tensor_mesh.get_group()
+        group = self.width_mesh.get_group()
         return _SumGradients.apply(hidden, group), _SumGradients.apply(weights, group)
 
     def prepare_weight(self, weight: torch.Tensor) -> torch.Tensor:
         """This rank's part. Its gradient comes from the tokens of all expert-parallel ranks, each of which has the mean
-        loss of its own tokens: of their sum the mean is needed."""
+        loss of its own sequences: of their sum the mean is needed."""
         local_weight = weight.to_local() if isinstance(weight, DTensor) else weight
         if self.expert_mesh is None or not local_weight.requires_grad:
             return local_weight
-        scaled: torch.Tensor = _ScaleGradient.apply(local_weight, 1 / self.expert_mesh.size())
+        scaled: torch.Tensor = _ScaleGradient.apply(local_weight, self.sequence_part[1] / self.expert_mesh.size())
         return scaled
 
     def compute_rows(self, experts: Any, rows: torch.Tensor, row_experts: torch.Tensor) -> torch.Tensor:
@@ -85,13 +102,13 @@ class ExpertSplit:
 
     def build_traced(self) -> ExpertSplit:
         """The same for tensors without values."""
-        return TracedExpertSplit(self.expert_mesh, self.tensor_mesh)
+        return TracedExpertSplit(self.expert_mesh, self.width_mesh, self.sequence_mesh)
 
     def finish_outputs(self, outputs: torch.Tensor) -> torch.Tensor:
         """The sum over the parts of each expert."""
-        if self.tensor_mesh is None:
+        if self.width_mesh is None:
             return outputs
-        total: torch.Tensor = _SumOutputs.apply(outputs, self.tensor_mesh.get_group())
+        total: torch.Tensor = _SumOutputs.apply(outputs, self.width_mesh.get_group())
         return total
 
 
@@ -119,44 +136,56 @@ def divide_experts(model: nn.Module, mesh: RankMesh, *, sequence_parallel: bool)
     set of int
         Identities of the modules that hold experts.
     """
-    expert_mesh, tensor_mesh = mesh.get_mesh(EXPERT), mesh.get_mesh(TENSOR)
-    all_experts = list_experts(model)
-    if expert_mesh is None and tensor_mesh is None:
+    tensor_mesh, all_experts = mesh.get_mesh(TENSOR), list_experts(model)
+    expert_mesh = mesh.get_mesh(*mesh.layout.expert_dims)
+    if not all_experts or (expert_mesh is None and tensor_mesh is None):
         return set()
-    parameter_mesh = mesh.get_dims(EXPERT, TENSOR)
+    is_spread = not mesh.layout.expert_tensor_parallel
+    split = ExpertSplit(expert_mesh, None if is_spread else tensor_mesh, tensor_mesh if is_spread else None)
+    parameter_mesh = expert_mesh if is_spread else mesh.get_dims(EXPERT, TENSOR)
     assert parameter_mesh is not None
     for experts in all_experts:
-        experts._bench_division = ExpertSplit(expert_mesh, tensor_mesh)
+        experts._bench_division = split
         for name, parameter in list(experts.named_parameters(recurse=False)):
             placements: list[Placement] = [] if expert_mesh is None else [Shard(0)]
-            if tensor_mesh is not None:
+            if split.width_mesh is not None:
                 placements.append(Shard(WIDTH_DIMS[name]) if name in WIDTH_DIMS else Replicate())
             divided = distribute_tensor(parameter, parameter_mesh, placements, src_data_rank=None)
             experts.register_parameter(name, nn.Parameter(divided, requires_grad=parameter.requires_grad))
     if sequence_parallel and tensor_mesh is not None:
+        within = SEQUENCE_SHARD if is_spread else Replicate()
         for layer in (module for module in model.modules() if getattr(module, "experts", None) in all_experts):
-            parallelize_module(
-                layer,
-                tensor_mesh,
-                PrepareModuleInput(
-                    input_layouts=SEQUENCE_SHARD, desired_input_layouts=Replicate(), use_local_output=True
-                ),
+            takes = PrepareModuleInput(
+                input_layouts=SEQUENCE_SHARD, desired_input_layouts=within, use_local_output=True
             )
-            parallelize_module(
-                layer,
-                tensor_mesh,
-                PrepareModuleOutput(
-                    output_layouts=Replicate(), desired_output_layouts=SEQUENCE_SHARD, use_local_output=True
-                ),
+            returns = PrepareModuleOutput(
+                output_layouts=within, desired_output_layouts=SEQUENCE_SHARD, use_local_output=True
             )
+            parallelize_module(layer, tensor_mesh, takes)
+            parallelize_module(layer, tensor_mesh, returns)
+            if is_spread:
+                parallelize_module(layer.gate, tensor_mesh, RouterOfTokenParts(), src_data_rank=None)  # type: ignore[arg-type]
     return {id(experts) for experts in all_experts}
 
 
-def arrange_expert_parameter(name: str, whole: torch.Tensor, tensor_degree: int) -> torch.Tensor:
+class RouterOfTokenParts(SequenceParallel):
+    """A router whose tokens, shape (tokens, width), are divided among ranks: the gradients of its weights are added up,
+    as those of norms are."""
+
+    def __init__(self) -> None:
+        super().__init__(sequence_dim=0, use_local_output=True)
+
+    @staticmethod
+    def _prepare_output_fn(use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh) -> Any:
+        """Logits, weights and experts of this rank's tokens."""
+        return tuple(output.to_local() for output in outputs)
+
+
+def arrange_expert_parameter(name: str, whole: torch.Tensor, width_parts: int) -> torch.Tensor:
     """A whole parameter in such an order that equal parts of it are what ranks have: of gate and up each a part."""
-    if tensor_degree == 1 or not name.endswith("experts.gate_up_proj"):
+    if width_parts == 1 or not name.endswith("experts.gate_up_proj"):
         return whole
-    return whole.unflatten(1, (2, tensor_degree, -1)).transpose(1, 2).flatten(1, 3)
+    return whole.unflatten(1, (2, width_parts, -1)).transpose(1, 2).flatten(1, 3)
 
 
 def _wait(tensor: torch.Tensor) -> torch.Tensor:

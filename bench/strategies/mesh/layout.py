@@ -38,6 +38,13 @@ class MeshLayout:
     """Ranks of each dimension, outermost first: ranks of the last one have consecutive numbers."""
 
     degrees: tuple[tuple[str, int], ...]
+    expert_tensor_parallel: bool = True
+    """Tensor-parallel ranks have a part of the width of each expert; else experts are spread over them, too."""
+
+    @property
+    def expert_dims(self) -> tuple[str, ...]:
+        """Dimensions whose ranks have different experts of a layer."""
+        return (EXPERT,) if self.expert_tensor_parallel else (EXPERT, TENSOR)
 
     def get_degree(self, *names: str) -> int:
         """Ranks of a dimension, or of several together."""

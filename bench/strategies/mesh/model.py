@@ -74,8 +74,9 @@ def divide_model(
     divided = divide_layers(model, context.family, mesh, context_form=context_form, sequence_parallel=sequence_parallel)
     context.materializer.note_replaced_parameters(model)
     degree = mesh.layout.get_degree(TENSOR)
+    width_parts = degree if mesh.layout.expert_tensor_parallel else 1
     context.materializer.arrange_parameter = lambda name, whole: arrange_expert_parameter(
-        name, divided.division.arrange_parameter(name, whole, degree), degree
+        name, divided.division.arrange_parameter(name, whole, degree), width_parts
     )
     wrapper = _PartWrapper(context, mesh, data, divided.expert_ids, reshard_after_forward, uses_autocast)
     module: nn.Module

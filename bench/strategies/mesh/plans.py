@@ -59,7 +59,6 @@ if TYPE_CHECKING:
 GROUP_DIMS = {
     TENSOR_GROUP: (TENSOR,),
     CONTEXT_GROUP: (CONTEXT,),
-    EXPERT_GROUP: (EXPERT,),
     PIPELINE_GROUP: (PIPELINE,),
     SHARD_GROUP: (SHARDS, EXPERT, CONTEXT),
     EXPERT_SHARD_GROUP: (SHARDS, CONTEXT),
@@ -68,14 +67,19 @@ GROUP_DIMS = {
     DATA_GROUP: REPLICATING_DIMS,
     WORLD_GROUP: REPLICATING_DIMS,
 }
-"""The dimensions of a mesh that the ranks of a plan's group are spread over."""
+"""The dimensions of a mesh that the ranks of a plan's group are spread over, whatever the layout."""
+
+
+def find_group_dims(layout: MeshLayout, group_name: str) -> tuple[str, ...]:
+    """The dimensions that the ranks of a plan's group are spread over."""
+    return layout.expert_dims if group_name == EXPERT_GROUP else GROUP_DIMS[group_name]
 
 
 def list_mesh_group_dims(layout: MeshLayout, group_name: str) -> list[GroupDim]:
     """Where the ranks of a plan's group are, innermost dimension first."""
     dims, stride = [], 1
     for name, degree in reversed(layout.degrees):
-        if name in GROUP_DIMS[group_name]:
+        if name in find_group_dims(layout, group_name):
             dims.append(GroupDim(degree, stride))
         stride *= degree
     return dims
@@ -84,8 +88,9 @@ def list_mesh_group_dims(layout: MeshLayout, group_name: str) -> list[GroupDim]:
 def count_mesh_process_groups(layout: MeshLayout, data: str) -> int:
     """The world, a dimension of several ranks each, and those that several dimensions are flattened to."""
     num_dims = sum(degree > 1 for _, degree in layout.degrees)
-    groups = [SHARD_GROUP, EXPERT_SHARD_GROUP] if data == FSDP_KIND else [DATA_GROUP]
-    flattened = {tuple(name for name in GROUP_DIMS[group] if layout.get_degree(name) > 1) for group in groups}
+    groups = [EXPERT_GROUP, *([SHARD_GROUP, EXPERT_SHARD_GROUP] if data == FSDP_KIND else [DATA_GROUP])]
+    all_names = [find_group_dims(layout, group) for group in groups]
+    flattened = {tuple(name for name in names if layout.get_degree(name) > 1) for names in all_names}
     return 1 + num_dims + sum(len(names) > 1 for names in flattened)
 
 

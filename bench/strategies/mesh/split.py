@@ -134,6 +134,7 @@ class MeshSplit(TensorParallelSplit):
     context: int = 1
     context_form: str = "none"
     expert: int = 1
+    expert_tensor_parallel: bool = True
     loss_parallel: bool = True
     overlaps_products: bool = False
 
@@ -143,7 +144,18 @@ class MeshSplit(TensorParallelSplit):
 
     @property
     def breaks_graphs(self) -> bool:
-        return self.expert > 1 or self._attends_to_others
+        return self._sends_tokens or self._attends_to_others
+
+    @property
+    def _sends_tokens(self) -> bool:
+        """Tokens are sent to the experts of other ranks."""
+        return self.layout.get_degree(*self.layout.expert_dims) > 1
+
+    @functools.cached_property
+    def layout(self) -> MeshLayout:
+        """The dimensions that share a part of the model or its sequences."""
+        degrees = ((SHARDS, 1), (EXPERT, self.expert), (CONTEXT, self.context), (TENSOR, self.degree))
+        return MeshLayout(degrees, self.expert_tensor_parallel)
 
     @property
     def _attends_to_others(self) -> bool:
@@ -152,15 +164,19 @@ class MeshSplit(TensorParallelSplit):
 
     def find_graph_breaks(self, model: nn.Module) -> Collection[nn.Module]:
         """Experts that tokens are sent to, and attention whose keys and values come from other ranks."""
-        breaks: set[nn.Module] = set(list_experts(model)) if self.expert > 1 else set()
+        breaks: set[nn.Module] = set(list_experts(model)) if self._sends_tokens else set()
         if self._attends_to_others:
             breaks |= {module for module in model.modules() if hasattr(module, "is_causal")}  # transformers' attention
         return breaks
 
     @property
     def group_names(self) -> tuple[str, ...]:
-        degrees = {TENSOR_GROUP: self.degree, CONTEXT_GROUP: self.context, EXPERT_GROUP: self.expert}
-        return tuple(name for name, degree in degrees.items() if degree > 1)
+        exchanges = {
+            TENSOR_GROUP: self.degree > 1,
+            CONTEXT_GROUP: self.context > 1,
+            EXPERT_GROUP: self._sends_tokens,
+        }
+        return tuple(name for name, is_there in exchanges.items() if is_there)
 
     @property
     def context_degree(self) -> int:
@@ -171,8 +187,7 @@ class MeshSplit(TensorParallelSplit):
         return self.expert
 
     def divide_for_trace(self, family: Family, model: nn.Module) -> Mapping[str, str]:
-        degrees = ((SHARDS, 1), (EXPERT, self.expert), (CONTEXT, self.context), (TENSOR, self.degree))
-        mesh = RankMesh(MeshLayout(degrees), torch.device("cpu"))
+        mesh = RankMesh(self.layout, torch.device("cpu"))
         divided = divide_layers(
             model, family, mesh, context_form=self.context_form, sequence_parallel=self.sequence_parallel
         )
@@ -180,8 +195,8 @@ class MeshSplit(TensorParallelSplit):
             if id(module) in divided.expert_ids:
                 module._bench_division = module._bench_division.build_traced()  # type: ignore[assignment, operator, union-attr]
         model.__dict__["divided_layers"] = divided
-        kinds = ((EXPERT, EXPERT_GROUP), (CONTEXT, CONTEXT_GROUP))
-        meshes = [(mesh.get_mesh(name), kind) for name, kind in kinds]
+        kinds = ((self.layout.expert_dims, EXPERT_GROUP), ((CONTEXT,), CONTEXT_GROUP))
+        meshes = [(mesh.get_mesh(*names), kind) for names, kind in kinds]
         return {_find_group_name(dim): kind for dim, kind in meshes if dim is not None}
 
     def prepare_stage(self, model: nn.Module, stage: PipelineStageModule, *, is_first: bool) -> None:

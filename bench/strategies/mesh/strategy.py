@@ -104,6 +104,9 @@ class MeshStrategy(Strategy):
     """Ranks that every sequence is divided over. null: 1."""
     expert: Annotated[int | None, DEGREE_RANGE]
     """Ranks that the experts of every layer are spread over, each of which reads sequences of its own. null: 1."""
+    expert_tensor_parallel: bool
+    """With tensor: its ranks divide the width of each expert; else the experts of every layer are spread over expert x
+    tensor ranks, each of which sends its part of the sequences, and the degree `expert` may be 1."""
     replicas: Annotated[int | None, DEGREE_RANGE]
     """Copies of what is sharded or, with ddp and zero1, of the model. null: what the other degrees leave with ddp and
     zero1; 1 with fsdp."""
@@ -174,6 +177,7 @@ class MeshStrategy(Strategy):
             first_stage_less_blocks=self.first_stage_less_blocks if degrees[PIPELINE] > 1 else 0,
             last_stage_less_blocks=self.last_stage_less_blocks if degrees[PIPELINE] > 1 else 0,
             context_form=self.context_form if degrees[CONTEXT] > 1 else "none",
+            expert_tensor_parallel=self.expert_tensor_parallel or not has_tensor,
             sequence_parallel=self.sequence_parallel and has_tensor,
             loss_parallel=self.loss_parallel and has_tensor,
             ranks_per_batch=self.num_ranks_per_batch,
@@ -184,7 +188,8 @@ class MeshStrategy(Strategy):
     @functools.cached_property
     def layout(self) -> MeshLayout:
         """Of the resolved strategy."""
-        return MeshLayout(tuple((name, getattr(self, name)) for name in parse_order(self.order)))
+        degrees = tuple((name, getattr(self, name)) for name in parse_order(self.order))
+        return MeshLayout(degrees, self.expert_tensor_parallel)
 
     @property
     def num_ranks_per_batch(self) -> int:
@@ -257,6 +262,7 @@ class MeshStrategy(Strategy):
             context,
             self.context_form,
             expert,
+            self.expert_tensor_parallel,
             self.loss_parallel,
             self.async_tensor_parallel,
         )
@@ -329,6 +335,7 @@ class MeshStrategy(Strategy):
             *([self.schedule] if self.schedule != NO_SCHEDULE else []),
             *([self.context_form] if self.context_form != "none" else []),
             *(["sequence"] if self.sequence_parallel else []),
+            *([] if self.expert_tensor_parallel else ["whole_experts"]),
         ]
         return f"{self.name}/{'+'.join(['-'.join(dims) or 'one', *suffixes])}"
 
