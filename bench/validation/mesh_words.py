@@ -32,6 +32,9 @@ ASYNC_PATTERN = r"async[ -]?tp"
 
 ASYNC_SETTINGS = {"strategy.async_tensor_parallel": "true", "compile": "true"}
 
+WHOLE_EXPERTS_PATTERN = r"\b(?:etp|expert[ -]tensor(?:[ -]parallel(?:ism)?)?)[ =:_-]{0,2}1\b"
+"""Expert tensor parallelism of 1: the degree of expert parallelism counts tensor-parallel ranks, too."""
+
 UNKNOWN_DEGREE_PATTERN = r"\+ ?(tp|pp|ep|cp|mp)\b(?! ?\d)"
 """Named without a degree."""
 
@@ -141,6 +144,12 @@ def build_layout_overrides(degrees: Mapping[str, int], words: str, gpus: int) ->
         raise NotExpressibleError(f"the degrees of {words.strip()} do not come to {gpus} GPUs")
     data = next((value for pattern, value in DATA_PATTERNS if re.search(pattern, words)), "ddp")
     assumptions = []
+    if degrees["tensor"] > 1 and degrees["expert"] > 1:
+        has_whole_experts = re.search(WHOLE_EXPERTS_PATTERN, words) is not None
+        if has_whole_experts or gpus % (ranks_per_copy * degrees["expert"]):
+            settings |= _spread_whole_experts(degrees)
+        if not has_whole_experts and "strategy.expert_tensor_parallel" in settings:
+            assumptions.append("experts are whole on tensor-parallel ranks, without which there were too few ranks")
     time_settings = {}
     optimizer = next((name for pattern, name in REDUCING_TO_OWNERS if re.search(pattern, words)), None)
     if data == "zero1" and optimizer is not None and gpus > ranks_per_copy:
@@ -166,6 +175,16 @@ def build_layout_overrides(degrees: Mapping[str, int], words: str, gpus: int) ->
     if virtual and int(virtual[1]) > 1 and degrees["pipeline"] > 1:
         settings |= {"strategy.schedule": "interleaved_1f1b", "strategy.virtual_stages": virtual[1]}
     return Overrides(settings, assumptions, time_settings)
+
+
+def _spread_whole_experts(degrees: Mapping[str, int]) -> dict[str, str]:
+    """What a degree of expert parallelism that counts tensor-parallel ranks is as the suite has it."""
+    if degrees["expert"] % degrees["tensor"]:
+        raise NotExpressibleError("whole experts on some of the tensor-parallel ranks")
+    return {
+        "strategy.expert": str(degrees["expert"] // degrees["tensor"]),
+        "strategy.expert_tensor_parallel": "false",
+    }
 
 
 def choose_layout_words(sharding: str, layout: str) -> str:

@@ -73,6 +73,28 @@ def test_runs_that_stand_for_a_step_have_whole_batches(
         assert int(run["batch_size_per_gpu"]) * ranks == size * number * int(run["strategy.ranks_per_batch"])
 
 
+@pytest.mark.parametrize(
+    ("words", "gpus", "expert", "is_assumed"),
+    [
+        ("TP2 EP4, ETP 1", "8", "2", False),
+        ("TP2 EP2, expert tensor parallel 1", "8", "1", False),
+        ("TP2 PP2 EP4", "8", "2", True),  # 8 ranks have no room for 2 x 2 x 4
+        ("TP2 EP4", "8", "4", None),
+        ("TP2 PP2 EP2, ETP 2", "8", "2", None),
+    ],
+)
+def test_a_degree_of_experts_counts_tensor_parallel_ranks_where_experts_are_whole(
+    words: str, gpus: str, expert: str, is_assumed: bool | None
+) -> None:
+    reading = read(model="moe_tiny", sharding=words, gpu_count=gpus)
+    strategy = build_published_config(reading.runs[0]).to_dict()["strategy"]
+    assert (strategy["expert"], strategy["tensor"]) == (int(expert), 2)
+    assert strategy["expert_tensor_parallel"] is (is_assumed is None)
+    assert any("experts are whole" in text for text in reading.assumptions) is bool(is_assumed)
+    some = read_line(1, {**LINE, "model": "moe_tiny", "sharding": "TP2 EP3, ETP 1"})
+    assert some.reason == "whole experts on some of the tensor-parallel ranks"
+
+
 def test_a_step_continued_from_others_takes_as_long_as_it_is_predicted_to() -> None:
     reading = read(note="global batch 64")
     assert reading.micro_batches is not None
