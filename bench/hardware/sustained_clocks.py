@@ -8,14 +8,14 @@ from statistics import fmean
 import numpy as np
 import numpy.typing as npt
 
-SUSTAINED_SHARES_AT_ONE_WATT = {"ampere": 0.85, "hopper": 0.886, "blackwell": 0.82}
+SUSTAINED_SHARES_AT_ONE_WATT = {"A100": 0.85, "H100": 0.886, "B200": 0.82}
 """Share of a burst's speed that is left at 1 W of board power per TFLOP/s of that burst, for products that run alone.
-By architecture, where it was timed: an A100 PCIe and a B200 (matrix products in training layouts that were timed at
-length, SimuMax, against bursts on the same chips, aiconfigurator), and an H100 SXM (products of 8192 x 8192 x 8192
-after 3 s: results/calibration/h100_power.csv). No training row was used."""
+By chip, where it was timed: an A100 PCIe and a B200 (matrix products in training layouts that were timed at length,
+SimuMax, against bursts on the same chips, aiconfigurator), and an H100 SXM (products of 8192 x 8192 x 8192 after 3 s:
+results/calibration/h100_power.csv). No training row was used."""
 
 MEAN_SHARE_AT_ONE_WATT = fmean(SUSTAINED_SHARES_AT_ONE_WATT.values())
-"""For all other architectures."""
+"""For all other chips."""
 
 ATTENTION_SHARE = 0.873
 """Of these shares, for fused attention, which draws more power at the same speed: 0.890 forward and 0.855 backward on
@@ -41,7 +41,7 @@ def compute_typical_attention_share(kernel: Mapping[str, float]) -> float:
 
 
 def compute_sustained_share(
-    board_power_w: float, burst_tflops: float, architecture: str | None = None, is_attention: bool = False
+    board_power_w: float, burst_tflops: float, chip: str | None = None, is_attention: bool = False
 ) -> float:
     """Share of a burst's speed that a device keeps up: 1 where its power limit does not matter.
 
@@ -51,18 +51,18 @@ def compute_sustained_share(
         The limit of the whole board, in watts.
     burst_tflops: float
         16-bit TFLOP/s of the kernel in short bursts.
-    architecture: str, optional
+    chip: str, optional
         A name in `SUSTAINED_SHARES_AT_ONE_WATT`, or another.
     is_attention: bool
         Whether the kernel is fused attention, else a matrix product.
     """
-    share = get_share_at_one_watt(architecture, is_attention)
+    share = get_share_at_one_watt(chip, is_attention)
     return min(1.0, share * (board_power_w / burst_tflops) ** POWER_EXPONENT)
 
 
-def get_share_at_one_watt(architecture: str | None, is_attention: bool) -> float:
-    """What was timed of this architecture, else the mean over those that were."""
-    share = SUSTAINED_SHARES_AT_ONE_WATT.get(architecture or "", MEAN_SHARE_AT_ONE_WATT)
+def get_share_at_one_watt(chip: str | None, is_attention: bool) -> float:
+    """What was timed of this chip, else the mean over those that were."""
+    share = SUSTAINED_SHARES_AT_ONE_WATT.get(chip or "", MEAN_SHARE_AT_ONE_WATT)
     return share * ATTENTION_SHARE if is_attention else share
 
 

@@ -184,12 +184,14 @@ def test_timings_that_show_when_the_processor_started_are_left_out() -> None:
 def test_a_power_limit_slows_what_lasts() -> None:
     assert compute_sustained_share(700, 500) == pytest.approx(0.852 * (700 / 500) ** (1 / 3))
     assert compute_sustained_share(700, 100) == 1
-    assert compute_sustained_share(700, 500, "hopper") == pytest.approx(0.886 * (700 / 500) ** (1 / 3))
-    assert compute_sustained_share(700, 500, "cdna3") == compute_sustained_share(700, 500), "the mean of what was timed"
+    assert compute_sustained_share(700, 500, "H100") == pytest.approx(0.886 * (700 / 500) ** (1 / 3))
+    assert compute_sustained_share(700, 500, "MI300X") == compute_sustained_share(700, 500), (
+        "the mean of what was timed"
+    )
     bursts = np.array([300.0, 600.0, 1800.0])
-    for architecture in ("ampere", "blackwell", "cdna3"):
-        sustained = bursts * [compute_sustained_share(700, burst, architecture, is_attention=True) for burst in bursts]
-        found = points.estimate_burst_tflops(pd.Series(sustained), 700, architecture)
+    for chip in ("A100", "B200", "MI300X"):
+        sustained = bursts * [compute_sustained_share(700, burst, chip, is_attention=True) for burst in bursts]
+        found = points.estimate_burst_tflops(pd.Series(sustained), 700, chip)
         assert found.to_numpy() == pytest.approx(bursts)
 
 

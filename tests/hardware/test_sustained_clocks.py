@@ -44,7 +44,7 @@ def test_products_beside_copies_take_what_they_took_on_an_h100(mixture: str, cop
 def test_an_h100_keeps_up_the_share_that_the_law_says(what: str, is_attention: bool) -> None:
     """These products were not used for it; of attention the mean of both directions was."""
     measured = MEASURED.loc[what]
-    share = compute_sustained_share(700, measured.burst_tflops, "hopper", is_attention)
+    share = compute_sustained_share(700, measured.burst_tflops, "H100", is_attention)
     assert share == pytest.approx(measured.sustained_tflops / measured.burst_tflops, rel=0.025)
 
 

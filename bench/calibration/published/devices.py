@@ -21,6 +21,13 @@ ARCHITECTURES = {
 }
 """Devices by architecture: compute capability 7.0, 7.5, 8.0, 8.6, 8.9, 9.0, 10.x, 12.0, and AMD's."""
 
+TIMED_CHIPS = {
+    "A100": ARCHITECTURES["ampere"],
+    "H100": ARCHITECTURES["hopper"],
+    "B200": ("b200", "gb200"),
+}
+"""Devices with the chips whose products were timed at length under their power limit: the B300's is another."""
+
 NEAREST_ARCHITECTURES = {
     "volta": ("ampere",),
     "turing": ("volta", "ampere"),
@@ -86,8 +93,8 @@ POINT_BANDWIDTHS_GB_S = {
 }
 """Memory bandwidth on paper of cards whose elementwise kernels were timed, in GB/s (their vendor's data sheets)."""
 
-BURST_DEVICES = {"A100-PCIe-80GB": (300.0, "ampere"), "B200-SXM": (1000.0, "blackwell")}
-"""Power limit in watts, and architecture, of the boards whose kernels were timed at length."""
+BURST_DEVICES = {"A100-PCIe-80GB": (300.0, "A100"), "B200-SXM": (1000.0, "B200")}
+"""Power limit in watts, and chip, of the boards whose kernels were timed at length."""
 
 ALIGNMENT_POINTS = {
     "a100_80gb": "A100 (cookbook)",
@@ -126,6 +133,11 @@ LINK_POINTS = {
 PCIE_THROUGH_HOST = ("t4", "a10", "a10g", "a6000", "rtx_3090", "l4", "rtx_4090", "rtx_6000_ada", "rtx_5090")
 """Cards without peer-to-peer: what their collectives lose with the number of GPUs is between two that were timed."""
 PCIE_POINTS = ("l40s", "rtx_pro_6000")
+
+
+def find_chip(name: str) -> str | None:
+    """The chip in `SUSTAINED_SHARES_AT_ONE_WATT` that a device under ``conf/hardware`` has; None where it has another."""
+    return next((chip for chip, names in TIMED_CHIPS.items() if name in names), None)
 
 
 def find_architecture(name: str) -> str | None:

@@ -27,6 +27,7 @@ from bench.calibration.published.devices import (
     POINT_NAMES,
     POINT_PEAK_TFLOPS,
     find_architecture,
+    find_chip,
     list_similar_devices,
 )
 from bench.hardware import Hardware
@@ -140,9 +141,9 @@ def _set_sustained_shares(fit: DeviceFit) -> None:
     power_w = fit.hardware.power_w
     if power_w is None:
         return
-    efficiency, architecture = get_efficiency(fit), find_architecture(fit.hardware.name)
+    efficiency, chip = get_efficiency(fit), find_chip(fit.hardware.name)
     product_tflops = fit.peak_tflops * get_16_bit_efficiency(efficiency)
-    share = round_number(compute_sustained_share(power_w, product_tflops, architecture))
+    share = round_number(compute_sustained_share(power_w, product_tflops, chip))
     law = f"fitted: {power_w:g} W by the law of bench/hardware/sustained_clocks.py, fp8 and tf32 as 16-bit formats"
     # CUDA cores, which compute in fp32, draw less power than Tensor Cores do.
     fit.set("speeds.matmul.sustained_share", {name: 1.0 if name == "fp32" else share for name in efficiency}, law)
@@ -150,7 +151,7 @@ def _set_sustained_shares(fit: DeviceFit) -> None:
     assert isinstance(kernels, dict)
     for numbers in kernels.values():
         burst_tflops = fit.peak_tflops * compute_typical_attention_share(numbers)
-        kept_up = compute_sustained_share(power_w, burst_tflops, architecture, is_attention=True)
+        kept_up = compute_sustained_share(power_w, burst_tflops, chip, is_attention=True)
         numbers["sustained_share"] = round_number(kept_up)
 
 

@@ -168,9 +168,9 @@ def read_attention(names: Sequence[str]) -> pd.DataFrame:
     return kept[ATTENTION_COLUMNS].reset_index(drop=True)
 
 
-def estimate_burst_tflops(sustained_tflops: pd.Series, board_power_w: float, architecture: str) -> pd.Series:
+def estimate_burst_tflops(sustained_tflops: pd.Series, board_power_w: float, chip: str) -> pd.Series:
     """The bursts of attention that `compute_sustained_share` says were slowed to these speeds."""
-    unlimited = get_share_at_one_watt(architecture, is_attention=True) * board_power_w**POWER_EXPONENT
+    unlimited = get_share_at_one_watt(chip, is_attention=True) * board_power_w**POWER_EXPONENT
     return np.maximum(sustained_tflops, (sustained_tflops / unlimited) ** (1 / (1 - POWER_EXPONENT)))
 
 
