@@ -136,7 +136,7 @@ PCIE_POINTS = ("l40s", "rtx_pro_6000")
 
 
 def find_chip(name: str) -> str | None:
-    """The chip in `SUSTAINED_SHARES_AT_ONE_WATT` that a device under ``conf/hardware`` has; None where it has another."""
+    """The one of `TIMED_CHIPS` that a device under ``conf/hardware`` has; None where it has another."""
     return next((chip for chip, names in TIMED_CHIPS.items() if name in names), None)
 
 
