@@ -35,8 +35,8 @@ and `micro_products.csv`; sources and licences in [published numbers](published.
 * A **burst** is faster than training: a power limit sets the clocks of work that lasts. Of products that run alone
   `min(1, s (W / TFLOP/s)^(1/3))` is left, with the board's power limit and the speed of the burst. Power grows with the
   cube of the clock; s is {shares}
-  (products timed at length), and {mean:.3g}, their mean, for all others; {attention:g} of that for attention, which draws
-  more (timed on an H100). In a step kernels do not run alone: those that wait for memory draw {memory_bound:.0%}
+  (products timed at length), and {mean:.3g}, their mean, for all others; {attention:g} of that for attention, which
+  draws more (timed on an H100). In a step kernels do not run alone: those that wait for memory draw {memory_bound:.0%}
   of the limit (copies on an H100), and a step has the clocks at which all its kernels draw the limit on average.
 * **Attention** has a curve for each kernel. The one that runs is PyTorch's choice by device and version, or
   `hardware.speeds.attention.kernel`. Its time grows with narrow heads (`half_width`), short sequences (`half_length`)
