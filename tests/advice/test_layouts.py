@@ -118,6 +118,20 @@ def test_a_pipeline_whose_head_takes_long_is_also_balanced_for_it() -> None:
 def test_experts_are_spread_and_long_sequences_divided() -> None:
     experts = {layout.expert for layout in list_layouts(ask(*SMALL_MOE, *SMALL_QUESTION[4:]))}
     assert experts == {1, 2, 4, 8}
+    forms = {
+        (layout.tensor > 1, layout.expert > 1, layout.whole_experts)
+        for layout in list_layouts(ask(*SMALL_MOE, "model.num_experts=4", *SMALL_QUESTION[4:]))
+        if layout.tensor * layout.expert <= 4
+    }
+    assert forms == {
+        (False, False, False),
+        (False, True, False),
+        (True, False, False),
+        (True, False, True),
+        (True, True, True),
+    }
+    for layout in list_layouts(ask(*SMALL_MOE, "model.num_experts=4", *SMALL_QUESTION[4:])):
+        assert not (layout.whole_experts and layout.tensor * layout.expert > 4)
     long_question = ask(*LONG_LLAMA, "hardware=h100_80gb", "gpus=8", "global_batch=8")
     assert {layout.context for layout in list_layouts(long_question)} == {1, 2, 4}
     assert {layout.context for layout in list_layouts(ask(*SMALL_QUESTION))} == {1}

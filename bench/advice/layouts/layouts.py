@@ -80,6 +80,8 @@ class Layout:
     synchronizes: bool = False
     """Gradients are reduced after every micro-batch, so that none is whole any longer; only with FSDP and without a
     pipeline."""
+    whole_experts: bool = False
+    """Experts are spread over tensor-parallel ranks, too, each of which has whole ones."""
 
     @property
     def copies(self) -> int:
@@ -96,7 +98,8 @@ class Layout:
         """What decides which kernels a rank runs in all: layouts of one group differ in stages, schedule and ways to be
         sharded alone."""
         keeps_dtensors = self.data == FSDP_KIND
-        return (self.tensor, self.context, self.expert, self.micro_batch, self.checkpointing, keeps_dtensors)
+        degrees = (self.tensor, self.context, self.expert, self.whole_experts)
+        return (*degrees, self.micro_batch, self.checkpointing, keeps_dtensors)
 
     def list_settings(self) -> RunSettings:
         """What is typed for it, beside what all have in common."""
@@ -104,6 +107,8 @@ class Layout:
         settings = {"strategy": "mesh"} | {
             f"strategy.{name}": str(degree) for name, degree in degrees.items() if degree > 1
         }
+        if self.whole_experts:
+            settings["strategy.expert_tensor_parallel"] = "false"
         settings["strategy.data"] = self.data
         if self.data == FSDP_KIND and self.replicas > 1:
             settings |= {"strategy.shards": str(self.shards), "strategy.replicas": str(self.replicas)}
@@ -147,7 +152,8 @@ def list_layouts(question: LayoutQuestion) -> Iterator[Layout]:
             for schedule, virtual_stages in schedules:
                 for data, shards, reshards in _list_data(question, tensor, pipeline, context, expert, schedule):
                     accumulates_shards = data == FSDP_KIND and pipeline == 1 and num_micro_batches > 1
-                    for checkpointing, synchronizes, less_blocks in itertools.product(
+                    for whole_experts, checkpointing, synchronizes, less_blocks in itertools.product(
+                        _list_expert_divisions(question, tensor, expert),
                         question.checkpointing_modes,
                         _list_synchronizations(question) if accumulates_shards else (False,),
                         _list_stage_balances(question, pipeline * virtual_stages),
@@ -168,6 +174,7 @@ def list_layouts(question: LayoutQuestion) -> Iterator[Layout]:
                             less_blocks,
                             checkpointing,
                             synchronizes,
+                            whole_experts,
                         )
 
 
@@ -175,6 +182,14 @@ def _list_stage_balances(question: LayoutQuestion, num_stages: int) -> Sequence[
     """Blocks less in the last stage: none, and as many as its head takes, if that helps."""
     balance = find_balance(question.model, question.sequence_length, num_stages, MIN_BALANCE_GAIN)
     return list(dict.fromkeys((0, balance)))
+
+
+def _list_expert_divisions(question: LayoutQuestion, tensor: int, expert: int) -> Sequence[bool]:
+    """Whether experts are whole on tensor-parallel ranks. Where tokens are sent to experts in any case they are, if
+    there are enough: divided, each rank has as many weights and products, and all of them send the same tokens."""
+    if tensor == 1 or not _divides(tensor * expert, getattr(question.model, "num_experts", 0)):
+        return (False,)
+    return (True,) if expert > 1 else (False, True)
 
 
 def _list_synchronizations(question: LayoutQuestion) -> Sequence[bool]:
