@@ -58,6 +58,8 @@ def test_files_hold_what_the_fit_gives(fits: dict[str, DeviceFit]) -> None:
         speeds = yaml.safe_load((HARDWARE_FOLDER / f"{name}.yaml").read_text())["speeds"]
         burst = fit.values["speeds.matmul.efficiency"]["bf16"]  # type: ignore[index]
         assert speeds["matmul"]["efficiency"]["bf16"] == pytest.approx(burst, rel=0.01)
+        kept_up = fit.values["speeds.matmul.sustained_share"]["bf16"]  # type: ignore[index]
+        assert speeds["matmul"]["sustained_share"]["bf16"] == pytest.approx(kept_up, rel=0.005)
         kernels = speeds["attention"]["kernels"]
         timed = [kernel for kernel in kernels if fit.sources[f"speeds.attention.kernels.{kernel}"].startswith("fitted")]
         for kernel in timed:
