@@ -193,7 +193,7 @@ def test_a_power_limit_slows_what_lasts() -> None:
     bursts = np.array([300.0, 600.0, 1800.0])
     for chip in ("A100", "B200", "MI300X"):
         sustained = bursts * [compute_sustained_share(700, burst, chip, is_attention=True) for burst in bursts]
-        found = points.estimate_burst_tflops(pd.Series(sustained), 700, chip)
+        found = points.estimate_attention_burst_tflops(pd.Series(sustained), 700, chip)
         assert found.to_numpy() == pytest.approx(bursts)
 
 

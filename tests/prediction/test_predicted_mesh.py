@@ -48,6 +48,7 @@ STEPS = ("measurement.warmup_steps=2", "measurement.steps=1", "sequence_length=1
 ON_CPU = ("hardware=cpu", "strategy=mesh", "gpus=8", *STEPS)
 TENSOR, PIPELINE, CONTEXT, EXPERT = (f"strategy.{name}=2" for name in ("tensor", "pipeline", "context", "expert"))
 DDP = "strategy.data=ddp"
+WHOLE_EXPERTS = "strategy.expert_tensor_parallel=false"
 
 LAYOUTS = {
     "tensor x pipeline x fsdp": (TENSOR, PIPELINE),
@@ -126,13 +127,14 @@ def test_memory_of_experts_together_with_all_else_is_what_is_measured(execute: E
 @pytest.mark.long
 @pytest.mark.slow
 def test_memory_of_whole_experts_on_tensor_parallel_ranks_is_what_is_measured(execute: Execute) -> None:
+    whole = (*ON_CPU, "model=moe_tiny", TENSOR, WHOLE_EXPERTS)
     layouts = {
-        "fsdp": (TENSOR, "strategy.expert_tensor_parallel=false"),
-        "expert x ddp": (TENSOR, EXPERT, DDP, "strategy.expert_tensor_parallel=false"),
-        "pipeline x expert": (TENSOR, PIPELINE, EXPERT, "strategy.expert_tensor_parallel=false"),
-        "context x fsdp": (TENSOR, CONTEXT, "strategy.expert_tensor_parallel=false"),
+        "fsdp": (),
+        "expert x ddp": (EXPERT, DDP),
+        "pipeline x expert": (PIPELINE, EXPERT),
+        "context x fsdp": (CONTEXT,),
     }
-    check_measured_memory(execute, {name: (*ON_CPU, "model=moe_tiny", *knobs) for name, knobs in layouts.items()})
+    check_measured_memory(execute, {name: (*whole, *knobs) for name, knobs in layouts.items()})
 
 
 @pytest.mark.long
@@ -225,7 +227,7 @@ def test_experts_are_sharded_over_those_who_have_the_same() -> None:
 
 def test_whole_experts_are_sent_to_over_tensor_parallel_ranks() -> None:
     run = ("model=moe_tiny", "gpus=32", "strategy.expert=2", "strategy.tensor=4", "model.num_kv_heads=4")
-    divided, whole = meshed(*run), meshed(*run, "strategy.expert_tensor_parallel=false")
+    divided, whole = meshed(*run), meshed(*run, WHOLE_EXPERTS)
     assert build_collective_group(divided, EXPERT_GROUP) == CollectiveGroup(2, 2, 4)
     assert build_collective_group(whole, EXPERT_GROUP) == CollectiveGroup(8, 8, 1)
     # Either way a rank has an eighth of the experts, and of that a fourth.

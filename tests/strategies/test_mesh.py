@@ -390,9 +390,10 @@ def test_every_knob_is_another_run_and_one_without_effect_is_not() -> None:
     ids = [compose_run_config(*run).run_id, *(compose_run_config(*run, knob).run_id for knob in KNOBS.values())]
     assert len(set(ids)) == len(ids)
     flat = (*MODELS["gpt"], *MESH, "gpus=4")
-    same = (flat, *((*flat, KNOBS[name]) for name in ("schedule", "form", "sequence", "loss")))
-    same = (*same, (*flat, SPREAD[1]))
+    same = (flat, (*flat, SPREAD[1]), *((*flat, KNOBS[name]) for name in ("schedule", "form", "sequence", "loss")))
     assert len({compose_run_config(*overrides).run_id for overrides in same}) == 1
+    divided, whole = ((*MODELS["moe"], *MESH, "gpus=4", *knobs) for knobs in ((TENSOR,), SPREAD))
+    assert compose_run_config(*divided).run_id != compose_run_config(*whole).run_id
 
 
 def test_micro_batches_without_a_pipeline_are_predicted_alone() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 from bench.hardware.attention_kernels import AOTRITON, CUDNN, EFFICIENT, FLASH_2, FLASH_3, TRITON_2022
 
@@ -137,12 +137,16 @@ PCIE_POINTS = ("l40s", "rtx_pro_6000")
 
 def find_chip(name: str) -> str | None:
     """The one of `TIMED_CHIPS` that a device under ``conf/hardware`` has; None where it has another."""
-    return next((chip for chip, names in TIMED_CHIPS.items() if name in names), None)
+    return _find_key(TIMED_CHIPS, name)
 
 
 def find_architecture(name: str) -> str | None:
     """Of a device under ``conf/hardware``; None where the table above lacks it."""
-    return next((architecture for architecture, names in ARCHITECTURES.items() if name in names), None)
+    return _find_key(ARCHITECTURES, name)
+
+
+def _find_key(devices_by_key: Mapping[str, Sequence[str]], name: str) -> str | None:
+    return next((key for key, names in devices_by_key.items() if name in names), None)
 
 
 def list_similar_devices(name: str) -> list[tuple[str, ...]]:

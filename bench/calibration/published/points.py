@@ -160,7 +160,7 @@ def read_attention(names: Sequence[str]) -> pd.DataFrame:
     is_late_start = is_timed_at_length & (causal_flops / points.tflops / 1e12 < MIN_SECONDS_TIMED_AT_LENGTH)
     for gpu in points.gpu[is_timed_at_length].unique():
         selected = is_timed_at_length & (points.gpu == gpu)
-        points.loc[selected, "tflops"] = estimate_burst_tflops(points.tflops[selected], *BURST_DEVICES[gpu])
+        points.loc[selected, "tflops"] = estimate_attention_burst_tflops(points.tflops[selected], *BURST_DEVICES[gpu])
     is_deterministic = points.note.str.contains("deterministic backward True") & points.is_backward
     kept = points[(points.kernel != "") & ~is_deterministic & ~is_late_start]
     has_library = kept.kernel.isin(kept.kernel[~kept.is_engine])
@@ -168,7 +168,7 @@ def read_attention(names: Sequence[str]) -> pd.DataFrame:
     return kept[ATTENTION_COLUMNS].reset_index(drop=True)
 
 
-def estimate_burst_tflops(sustained_tflops: pd.Series, board_power_w: float, chip: str) -> pd.Series:
+def estimate_attention_burst_tflops(sustained_tflops: pd.Series, board_power_w: float, chip: str) -> pd.Series:
     """The bursts of attention that `compute_sustained_share` says were slowed to these speeds."""
     unlimited = get_share_at_one_watt(chip, is_attention=True) * board_power_w**POWER_EXPONENT
     return np.maximum(sustained_tflops, (sustained_tflops / unlimited) ** (1 / (1 - POWER_EXPONENT)))
