@@ -129,14 +129,14 @@ def test_experts_together_with_all_else_train_like_one_process(execute: Execute)
 @pytest.mark.parametrize("routing", ["balanced", "router"])
 def test_whole_experts_on_tensor_parallel_ranks_train_like_one_process(execute: Execute, routing: str) -> None:
     model = (*MODELS["moe"], f"model.routing={routing}", CLIP)
-    check_like_one_process(execute, model, 4, WITH_WHOLE_EXPERTS)
+    check_like_one_process(execute, model, 4, WITH_WHOLE_EXPERTS, rel=1e-6)  # partial gradients of routers: 4e-6
 
 
 @pytest.mark.long
 @pytest.mark.slow
 def test_whole_experts_together_with_all_else_train_like_one_process(execute: Execute) -> None:
     model = (*MODELS["moe"], "model.num_kv_heads=4", CLIP)
-    check_like_one_process(execute, model, 8, EIGHT_WITH_WHOLE_EXPERTS)
+    check_like_one_process(execute, model, 8, EIGHT_WITH_WHOLE_EXPERTS, rel=1e-6)
 
 
 @pytest.mark.long
