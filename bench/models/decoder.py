@@ -30,6 +30,7 @@ from bench.models.division import (
     RowwiseEmbedding,
     build_sequence_split,
 )
+from bench.models.latent_attention import is_latent_attention, list_latent_attention_styles
 from bench.models.pretrained import PretrainedFamily, shorten_list
 
 HEAD_DIM = 2
@@ -148,14 +149,23 @@ class DecoderFamily(PretrainedFamily):
 def build_decoder_division(model: nn.Module, blocks: nn.ModuleList, *, sequence_parallel: bool) -> LayerDivision:
     """Attention by heads, of which those of keys and values may be fewer; the gated feed-forward layer by its width.
 
-    For models whose layers are called as Llama's. Experts, and what routes tokens to them, are left whole.
+    For models whose layers are called as Llama's. Experts, those that every token goes to too, and what routes tokens
+    to them are left whole.
     """
     division = LayerDivision()
     hidden_layout = SEQUENCE_SHARD if sequence_parallel else Replicate()
+    apart: set[nn.Module] = set()
     for name, module in model.named_modules():
         layer = name.rpartition(".")[2]
-        if layer == "embed_tokens":
+        if module in apart:
+            continue
+        if layer == "shared_experts":
+            apart.update(module.modules())
+        elif layer == "embed_tokens":
             division.parallel_styles.append((module, RowwiseEmbedding()))
+        elif is_latent_attention(module):
+            division.parallel_styles += list_latent_attention_styles(module, sequence_parallel=sequence_parallel)
+            apart.update(module.modules())
         elif layer == "self_attn":
             # Once for query, key and value, so that their gradients are added up before they are sent.
             gathered_input = PrepareModuleInput(

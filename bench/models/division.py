@@ -7,6 +7,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -96,6 +97,42 @@ class _RowLookup(nn.Embedding):
         ).masked_fill_(is_elsewhere.unsqueeze(-1), 0.0)
         partial_sums = DTensor.from_local(found, mesh, [Partial()], run_check=False)
         return partial_sums.redistribute(placements=[Replicate()]).to_local()
+
+
+class TokenParallel(ParallelStyle):
+    """A layer that every rank has whole and computes for its own part of the tokens: the gradients of its parameters
+    are added up.
+
+    As `SequenceParallel`, but within the layer all tensors are plain ones: not every operator knows DTensors, and
+    products of several sequences' parts gather them (torch 2.13).
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        names = [name for name, _ in module.named_parameters(recurse=False)]
+        for name in names:
+            whole = module.get_parameter(name)
+            replicated = distribute_tensor(whole, device_mesh, [Replicate()], src_data_rank=self.src_data_rank)
+            module.register_parameter(name, nn.Parameter(replicated, requires_grad=whole.requires_grad))
+        kind = type(module)
+
+        def forward(self: nn.Module, tokens: torch.Tensor) -> Any:
+            own = {name: getattr(self, name).to_local(grad_placements=[Partial()]) for name in names}
+            tokens = tokens.to_local() if isinstance(tokens, DTensor) else tokens
+            return kind.forward(_OtherAttributes(self, own), tokens)
+
+        module.__class__ = type(kind.__name__, (kind,), {"forward": forward})
+        return module
+
+
+class _OtherAttributes:
+    """A module some of whose attributes are others."""
+
+    def __init__(self, module: nn.Module, others: dict[str, Any]) -> None:
+        self._module = module
+        self.__dict__.update(others)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
 
 
 class ColwiseConv1D(ColwiseParallel):

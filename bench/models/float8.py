@@ -92,10 +92,10 @@ def exchange_in_float8(division: LayerDivision) -> None:
     for index, (module, style) in enumerate(division.parallel_styles):
         if module in float8_layers:
             # Those of transposed layers divide parameters in another way, and prepare inputs and outputs in the same.
-            (functions,) = (functions for kind, functions in functions_of_style.items() if isinstance(style, kind))
-            vars(style).update(
-                _prepare_input_fn=functions._prepare_input_fn, _prepare_output_fn=functions._prepare_output_fn
-            )
+            for functions in (functions for kind, functions in functions_of_style.items() if isinstance(style, kind)):
+                vars(style).update(
+                    _prepare_input_fn=functions._prepare_input_fn, _prepare_output_fn=functions._prepare_output_fn
+                )
         elif type(style) is PrepareModuleInput and _gathers_for(module, style, float8_layers):
             gather = torchao_parallel.PrepareFloat8ModuleInput(
                 input_layouts=style.input_layouts,

@@ -24,8 +24,8 @@ EXPERT_COUNT_FIELDS = {
 LATENT_ATTENTION_ARCHITECTURES = ("deepseek_v2", "deepseek_v3")
 """Those that compress keys and values (and queries, with `query_rank`) to what all heads share."""
 
-DIVIDED_ARCHITECTURES = ("mixtral", "qwen3_moe")
-"""Those whose attention is divided as Llama's."""
+UNDIVIDED_ARCHITECTURES = {"gpt_oss": "has a sink for each head of attention"}
+"""Those whose layers tensor parallelism does not divide, and why."""
 
 ExpertCount = Annotated[int, Within(1, 4096)]
 
@@ -168,11 +168,20 @@ class MixtureOfExpertsFamily(DecoderFamily):
         return super().find_undivided_sequence_reason()
 
     def list_divided_sizes(self, sequence_length: int, *, sequence_parallel: bool) -> dict[str, int]:
-        """Heads, those of keys and values too, and the width of the experts; the last rank's part of the vocabulary may
-        be smaller."""
-        if self.architecture not in DIVIDED_ARCHITECTURES:
+        """Heads, those of keys and values too, and the widths of experts, of those that every token goes to together
+        and of layers without; the last rank's part of the vocabulary may be smaller."""
+        if self.architecture in UNDIVIDED_ARCHITECTURES:
+            divided = [name for name in EXPERT_COUNT_FIELDS if name not in UNDIVIDED_ARCHITECTURES]
             raise ImpossibleError(
-                f"model.architecture={self.architecture} is not valid with tensor parallelism, whose division of its "
-                f"attention nobody has stated: choose {' or '.join(DIVIDED_ARCHITECTURES)}, or expert parallelism."
+                f"model.architecture={self.architecture} is not valid with tensor parallelism, since it "
+                f"{UNDIVIDED_ARCHITECTURES[self.architecture]}: choose one of {', '.join(divided)}, or expert "
+                "parallelism."
             )
-        return super().list_divided_sizes(sequence_length, sequence_parallel=sequence_parallel)
+        sizes = super().list_divided_sizes(sequence_length, sequence_parallel=sequence_parallel)
+        if self.num_shared_experts:
+            sizes["model.num_shared_experts x model.intermediate_size"] = (
+                self.num_shared_experts * self.intermediate_size
+            )
+        if self.num_dense_layers:
+            sizes["model.dense_intermediate_size"] = self.dense_intermediate_size or self.intermediate_size
+        return sizes

@@ -15,7 +15,8 @@ of software that keeps other things than torch does, and say nothing of how well
 Rows of unknown sources are further off than those whose software somebody looked up. How much further, the same rows
 show when they are read once more as if nobody had (`forget_source`): their residuals, of time and of memory, are those
 of the classes of unknown sources, which are no narrower than those of rough rows. Memory of all kinds is one class
-there. A margin is enough with which `TARGET_COVERAGE` lie within in the mean of all sources left out.
+there. A margin is enough with which `TARGET_COVERAGE` lie within in the mean of all sources left out, and
+`SOURCE_COVERAGE` of all their rows.
 
 Steps in which the allocator may have to retry are left out: these have an interval of their own, from no retries to as
 many as are likely.
@@ -56,8 +57,8 @@ TARGET_COVERAGE = 0.95
 """Share of all rows of sources, or devices, left out that the margin must come to."""
 
 SOURCE_COVERAGE, SOURCES_PER_MISS = 0.93, 10
-"""Share of the rows of one source, or device, left out that is asked for, and how many sources there are for each that
-need not come to it."""
+"""Share of the rows of one source, or device, left out that is asked for (of unknown sources: of all of them
+together), and how many sources there are for each that need not come to it."""
 
 MIN_SOURCE_ROWS = 15
 """Of a source that is asked for it: of fewer, one row that is outside is more than the share that may be."""
@@ -68,7 +69,7 @@ SIDE_LEVELS = (0.975, 0.95, 0.9)
 MIN_HALF_WIDTH = 0.005
 """Of any interval, as a logarithm: what rounding in print leaves."""
 
-MARGINS = [0.005 * step for step in range(101)]
+MARGINS = [0.005 * step for step in range(201)]
 """To try, as logarithms."""
 
 MAX_RETRY_PROBABILITY = 0.025
@@ -212,9 +213,10 @@ def _is_covered(held_out: HeldOut, margin: float) -> bool:
 
 def is_covered_on_average(held_out: HeldOut, margin: float) -> bool:
     """Each source, or device, counts as much as any other: of some tables that nobody has looked up nearly all rows
-    miss for one and the same reason."""
+    miss for one and the same reason. Of all rows together `SOURCE_COVERAGE` is asked for."""
     shares = [_count_within(rows, margin) / len(rows) for rows in held_out.values()]
-    return not shares or fmean(shares) >= TARGET_COVERAGE
+    coverage = _compute_coverage(held_out, margin)
+    return coverage is None or (fmean(shares) >= TARGET_COVERAGE and coverage >= SOURCE_COVERAGE)
 
 
 def _compute_coverage(held_out: HeldOut, margin: float) -> float | None:

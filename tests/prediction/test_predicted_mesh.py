@@ -139,6 +139,24 @@ def test_memory_of_whole_experts_on_tensor_parallel_ranks_is_what_is_measured(ex
 
 @pytest.mark.long
 @pytest.mark.slow
+@pytest.mark.parametrize("query_rank", [(), ("model.query_rank=24",)])
+def test_memory_of_attention_of_latents_on_tensor_parallel_ranks_is_what_is_measured(
+    execute: Execute, query_rank: tuple[str, ...]
+) -> None:
+    latents = ("kv_rank=16", "rotary_size=8", "head_size=16", "num_kv_heads=4", "num_shared_experts=2")
+    fields = ("architecture=deepseek_v3", *latents, "num_dense_layers=1", "dense_intermediate_size=96")
+    model = (*ON_CPU, "model=moe_tiny", "model.num_layers=3", *(f"model.{field}" for field in fields), *query_rank)
+    layouts = {
+        "fsdp": (TENSOR,),
+        "whole sequences x ddp": (TENSOR, DDP, "strategy.sequence_parallel=false", "strategy.loss_parallel=false"),
+        "expert x fsdp": (TENSOR, EXPERT),
+        "whole experts x expert x fsdp": (TENSOR, EXPERT, WHOLE_EXPERTS),
+    }
+    check_measured_memory(execute, {name: (*model, *knobs) for name, knobs in layouts.items()})
+
+
+@pytest.mark.long
+@pytest.mark.slow
 def test_memory_of_every_schedule_is_what_is_measured(execute: Execute) -> None:
     run = (*ON_CPU, "gpus=4", "model=gpt_tiny", "model.num_layers=4", "batch_size_per_gpu=2", PIPELINE)
     runs = {

@@ -70,6 +70,28 @@ EIGHT_WITH_WHOLE_EXPERTS = {
     "fsdp2-tp4+sequence+whole_experts": (*SPREAD, "strategy.tensor=4"),
 }
 
+LATENT_SIZES = (
+    *("kv_rank=16", "rotary_size=8", "head_size=16", "num_kv_heads=4", "num_shared_experts=2"),
+    *("num_dense_layers=1", "dense_intermediate_size=96"),
+)
+LATENT_MODELS = {
+    "deepseek_v2": ("architecture=deepseek_v2", *LATENT_SIZES),
+    "deepseek_v3": ("architecture=deepseek_v3", *LATENT_SIZES, "query_rank=24", "expert_groups=2"),
+}
+LATENT_ATTENTION = {
+    "fsdp2-tp2": (TENSOR, *WHOLE),
+    "ddp2-tp2+sequence": (TENSOR, DDP),
+    "ep2-tp2+sequence": (TENSOR, EXPERT),
+    "zero1x2-tp2+sequence+whole_experts": (*SPREAD, ZERO1),
+    "ep2-tp2+sequence+whole_experts": (*SPREAD, EXPERT),
+}
+EIGHT_WITH_LATENT_ATTENTION = {
+    "pp2-ep2-tp2+1f1b+sequence": (TENSOR, PIPELINE, EXPERT),
+    "pp2-fsdp2-tp2+1f1b": (TENSOR, PIPELINE, *WHOLE),
+    "pp2-ep2-tp2+1f1b+sequence+whole_experts": (*SPREAD, PIPELINE, EXPERT),
+    "fsdp2-tp4+sequence+whole_experts": (*SPREAD, "strategy.tensor=4"),
+}
+
 
 def check_like_one_process(
     execute: Execute, model: tuple[str, ...], gpus: int, layouts: dict[str, tuple[str, ...]], rel: float = 1e-5
@@ -140,6 +162,27 @@ def test_whole_experts_together_with_all_else_train_like_one_process(execute: Ex
 
 
 @pytest.mark.long
+def build_latent_model(architecture: str, *fields: str) -> tuple[str, ...]:
+    return (*SMALL_MOE, *(f"model.{field}" for field in (*LATENT_MODELS[architecture], *fields)), CLIP)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", LATENT_MODELS)
+def test_attention_of_latents_is_divided_by_heads_and_trains_like_one_process(
+    execute: Execute, architecture: str
+) -> None:
+    """With what all heads share, and with experts that every token goes to."""
+    check_like_one_process(execute, build_latent_model(architecture, "num_layers=2"), 4, LATENT_ATTENTION, rel=1e-6)
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", LATENT_MODELS)
+def test_attention_of_latents_with_all_else_trains_like_one_process(execute: Execute, architecture: str) -> None:
+    model = build_latent_model(architecture, "num_layers=3", "routing=router")
+    check_like_one_process(execute, model, 8, EIGHT_WITH_LATENT_ATTENTION, rel=1e-6)
+
+
 @pytest.mark.slow
 def test_gradients_are_clipped_by_the_norm_of_all_ranks(execute: Execute) -> None:
     layouts = {**EIGHT, **EIGHT_WITH_EXPERTS}
@@ -471,7 +514,7 @@ REFUSED = {
     ),
     "heads": (("llama", "strategy.tensor=8"), "strategy.tensor=8 is not valid with model.num_heads=4"),
     "undivided": (("llama", TENSOR, "model.architecture=phi3"), "has one matrix for several"),
-    "undivided experts": (("moe", TENSOR, "model.architecture=gpt_oss", "model.attention=eager"), "nobody has stated"),
+    "undivided experts": (("moe", TENSOR, "model.architecture=gpt_oss", "model.attention=eager"), "has a sink"),
     "biases": (("t5", CONTEXT), "adds a bias for each pair of positions"),
     "window": (("llama", CONTEXT, "model.architecture=mistral", "model.sliding_window=8"), "a sliding window"),
     "eager": (("gpt", CONTEXT, "model.attention=eager"), "needs a mask of whole sequences"),

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import math
 import random
+from typing import Any
 
 import pytest
 
@@ -108,16 +109,20 @@ def test_an_interval_holds_for_each_source_but_one_in_ten_by_itself() -> None:
     assert math.log(fitted.high) >= 0.3
 
 
-def test_on_average_a_table_counts_as_much_as_any_other_however_many_rows_it_has() -> None:
-    """Of 21 tables one, with most of the rows, is far off: an interval for a new table need not hold for it."""
-    residuals = [Residual(f"source {source}", "device", 0.002 * row) for source in range(20) for row in range(5)]
-    residuals += [Residual("far off", "device", 0.45) for _ in range(200)]
-    by_row = fit_interval(residuals, is_device_left_out=False)
-    on_average = fit_interval(residuals, is_device_left_out=False, is_covered=is_covered_on_average)
-    assert math.log(by_row.high) >= 0.45
-    assert math.log(on_average.high) < 0.1
-    nearer = [*residuals[:95], *(Residual(f"near {source}", "device", 0.3) for source in range(4) for _ in range(50))]
-    assert math.log(fit_interval(nearer, is_device_left_out=False, is_covered=is_covered_on_average).high) >= 0.3
+def test_on_average_a_table_counts_as_much_as_any_other_and_few_of_all_rows_are_outside() -> None:
+    """Of 21 tables one is far off: with 7 of 107 rows an interval for a new table need not hold for it, with 200 of 300
+    it has to."""
+    near = [Residual(f"source {source}", "device", 0.002 * row) for source in range(20) for row in range(5)]
+
+    def fit_half_width(residuals: list[Residual], **options: Any) -> float:
+        return math.log(fit_interval(residuals, is_device_left_out=False, **options).high)
+
+    few, many = ([*near, *(Residual("far off", "device", 0.45) for _ in range(rows))] for rows in (7, 200))
+    assert fit_half_width(few) >= 0.45
+    assert fit_half_width(few, is_covered=is_covered_on_average) < 0.1
+    assert fit_half_width(many, is_covered=is_covered_on_average) >= 0.45
+    nearer = [*many[:95], *(Residual(f"near {source}", "device", 0.3) for source in range(4) for _ in range(50))]
+    assert fit_half_width(nearer, is_covered=is_covered_on_average) >= 0.3
 
 
 def test_factors_widen_a_range_and_never_narrow_it() -> None:

@@ -23,13 +23,15 @@ from torch.distributed._functional_collectives import (
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
     PrepareModuleInput,
     PrepareModuleOutput,
-    SequenceParallel,
+    RowwiseParallel,
     parallelize_module,
 )
+from torch.distributed.tensor.parallel.style import ParallelStyle
 
-from bench.models.division import SEQUENCE_SHARD
+from bench.models.division import SEQUENCE_SHARD, TokenParallel
 from bench.models.experts import compute_sorted_rows, list_experts
 from bench.strategies.mesh.layout import EXPERT, TENSOR, RankMesh
 
@@ -152,33 +154,37 @@ def divide_experts(model: nn.Module, mesh: RankMesh, *, sequence_parallel: bool)
                 placements.append(Shard(WIDTH_DIMS[name]) if name in WIDTH_DIMS else Replicate())
             divided = distribute_tensor(parameter, parameter_mesh, placements, src_data_rank=None)
             experts.register_parameter(name, nn.Parameter(divided, requires_grad=parameter.requires_grad))
-    if sequence_parallel and tensor_mesh is not None:
-        within = SEQUENCE_SHARD if is_spread else Replicate()
+    if tensor_mesh is not None:
         for layer in (module for module in model.modules() if getattr(module, "experts", None) in all_experts):
-            takes = PrepareModuleInput(
-                input_layouts=SEQUENCE_SHARD, desired_input_layouts=within, use_local_output=True
-            )
-            returns = PrepareModuleOutput(
-                output_layouts=within, desired_output_layouts=SEQUENCE_SHARD, use_local_output=True
-            )
-            parallelize_module(layer, tensor_mesh, takes)
-            parallelize_module(layer, tensor_mesh, returns)
-            if is_spread:
-                parallelize_module(layer.gate, tensor_mesh, RouterOfTokenParts(), src_data_rank=None)  # type: ignore[arg-type]
+            _divide_expert_layer(layer, tensor_mesh, sequence_parallel=sequence_parallel, is_spread=is_spread)
     return {id(experts) for experts in all_experts}
 
 
-class RouterOfTokenParts(SequenceParallel):
-    """A router whose tokens, shape (tokens, width), are divided among ranks: the gradients of its weights are added up,
-    as those of norms are."""
-
-    def __init__(self) -> None:
-        super().__init__(sequence_dim=0, use_local_output=True)
-
-    @staticmethod
-    def _prepare_output_fn(use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh) -> Any:
-        """Logits, weights and experts of this rank's tokens."""
-        return tuple(output.to_local() for output in outputs)
+def _divide_expert_layer(layer: Any, mesh: DeviceMesh, *, sequence_parallel: bool, is_spread: bool) -> None:
+    """What a layer takes and hands on, its router, and the experts that every token goes to, which are divided as a
+    feed-forward layer."""
+    within: Placement = SEQUENCE_SHARD if is_spread else Replicate()
+    styles: list[tuple[nn.Module, ParallelStyle]] = []
+    if is_spread:
+        styles.append((layer.gate, TokenParallel()))
+    elif sequence_parallel:
+        takes = PrepareModuleInput(
+            input_layouts=SEQUENCE_SHARD, desired_input_layouts=Replicate(), use_local_output=True
+        )
+        returns = PrepareModuleOutput(
+            output_layouts=Replicate(), desired_output_layouts=SEQUENCE_SHARD, use_local_output=True
+        )
+        styles += [(layer, takes), (layer, returns)]
+    shared = getattr(layer, "shared_experts", None)
+    if shared is not None:
+        styles += [
+            (shared, PrepareModuleInput(input_layouts=within, desired_input_layouts=Replicate())),
+            (shared.gate_proj, ColwiseParallel()),
+            (shared.up_proj, ColwiseParallel()),
+            (shared.down_proj, RowwiseParallel(output_layouts=within)),
+        ]
+    for module, style in styles:
+        parallelize_module(module, mesh, style, src_data_rank=None)
 
 
 def arrange_expert_parameter(name: str, whole: torch.Tensor, width_parts: int) -> torch.Tensor:

@@ -153,6 +153,9 @@ class RankMesh:
         self._root = init_device_mesh(
             device.type, tuple(degree for _, degree in dims), mesh_dim_names=tuple(self._names)
         )
+        self._parts: dict[tuple[str, ...], DeviceMesh] = {}
+        """Each once: torch's compiler takes equal meshes for the same one, and cannot go on where they are two (torch
+        2.13)."""
 
     def get_mesh(self, *names: str) -> DeviceMesh | None:
         """The mesh of one dimension that has the ranks of some dimensions; None where that is this rank alone."""
@@ -162,7 +165,7 @@ class RankMesh:
 
     def get_dims(self, *names: str) -> DeviceMesh | None:
         """A mesh with one dimension for each of those of more than one rank; None where there is none."""
-        meshes = [self._root[name] for name in names if self.layout.get_degree(name) > 1]
+        meshes = [self._flatten([name]) for name in names if self.layout.get_degree(name) > 1]
         if not meshes:
             return None
         return meshes[0] if len(meshes) == 1 else DeviceMesh._concatenate(meshes)
@@ -172,7 +175,7 @@ class RankMesh:
         shard_mesh = self._flatten([name for name in self._names if name in shard_names])
         if self.layout.get_degree(REPLICAS) == 1:
             return shard_mesh
-        return DeviceMesh._concatenate([self._root[REPLICAS], shard_mesh])
+        return DeviceMesh._concatenate([self._flatten([REPLICAS]), shard_mesh])
 
     def list_ranks_by_stage(self) -> torch.Tensor:
         """Global ranks by their place in a pipeline; shape (ranks of a pipeline, pipelines)."""
@@ -182,9 +185,10 @@ class RankMesh:
         return ranks.movedim(self._names.index(PIPELINE), 0).flatten(1)
 
     def _flatten(self, names: Sequence[str]) -> DeviceMesh:
-        if len(names) == 1:
-            return self._root[names[0]]
-        return self._root[tuple(names)]._flatten("_".join(names))
+        key = tuple(names)
+        if key not in self._parts:
+            self._parts[key] = self._root[key[0]] if len(key) == 1 else self._root[key]._flatten("_".join(key))
+        return self._parts[key]
 
 
 def share_sequences(sequences: int, ranks: int) -> tuple[int, int]:
