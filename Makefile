@@ -2,7 +2,7 @@
 # make sweep   create the environment, run the default sweep, write the report
 # make test    create the environment, run the checks and the tests: three processes share most of them, two have those
 #              with SLURM, and when they are through come, one by one, those that hold processor time against a limit;
-#              of long tests an eighth runs, another with every commit; the last lines of each part say which tests did
+#              of long tests one in 32 runs, others with every commit; the last lines of each part say which tests did
 #              not run, and why
 # make test-all   the same with all long tests, as does make test-extras LONG_TESTS_ONE_IN=1
 # make quick   the tests that take less than half a second each: a minute on two cores

@@ -81,6 +81,10 @@ class AdaptedFamily(Family):
     def block_period(self) -> int:
         return self.base.block_period
 
+    @property
+    def num_first_blocks(self) -> int:
+        return self.base.num_first_blocks
+
     def limit_blocks(self, max_blocks: int, period: int = 1) -> AdaptedFamily | None:
         base = shorten_family(self.base, max_blocks, period)
         return None if base is None else dataclasses.replace(self, base=base)

@@ -229,10 +229,16 @@ class Family(ABC):
         """Blocks after which they repeat in every list: more than 1 where kinds of blocks alternate."""
         return 1
 
+    @property
+    def num_first_blocks(self) -> int:
+        """Blocks at the beginning of every list that come before those that repeat."""
+        return 1
+
     def limit_blocks(self, max_blocks: int) -> Family | None:
         """The same model with at most `max_blocks` blocks in every list, all others being copies of its inner ones.
 
-        None, what a family says by itself, where blocks differ from one another: predictions then trace all of them.
+        None, what a family says by itself, where blocks differ from one another, or where several come before those
+        that repeat and so few would not have all kinds: predictions then trace all of them.
         A family whose `block_period` is more than 1 takes the period that a trace has as a second argument: of a list
         with fewer blocks the last `period` ones are like those of the whole list.
         """

@@ -63,14 +63,14 @@ SAVED_COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_ten
 class BlockPositions:
     """Where the blocks of a shortened model stand in the whole one.
 
-    Of a list's first `1 + 2 * period` blocks each stands for itself, of its last `period` blocks as well. What lies
-    between repeats the last period of the first ones.
+    Of the blocks before those that repeat, at least one, and of the `2 * period` blocks behind them each stands for
+    itself, of the list's last `period` blocks as well. What lies between repeats the last period of the first ones.
     """
 
     num_blocks: int
     """Of the list in the whole model."""
     num_traced: int
-    """Of the list in the shortened model: as many, or `1 + 3 * period`."""
+    """Of the list in the shortened model: as many, or `3 * period` more than come before those that repeat."""
     period: int
     """Blocks after which what is done to a block repeats."""
 

@@ -103,9 +103,8 @@ class DecoderFamily(PretrainedFamily):
         }
 
     def limit_blocks(self, max_blocks: int, period: int = 1) -> Self | None:
-        """None where more than the first layer differ from those that repeat."""
         num_layers = min(max_blocks, self.num_layers)
-        if not self._has_repeated_blocks:
+        if not self._can_be_shortened(max_blocks, period):
             return None
         layer_types = getattr(self.build_config(), "layer_types", None)
         return dataclasses.replace(

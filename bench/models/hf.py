@@ -135,7 +135,7 @@ class HfFamily(PretrainedFamily):
         """None where inner blocks do not repeat, or where their number is no field of the configuration."""
         block_counts = [len(blocks) for blocks in self.find_block_lists(self.build_model())]
         short_counts = [min(max_blocks, num_blocks) for num_blocks in block_counts]
-        if not self._has_repeated_blocks:
+        if not self._can_be_shortened(max_blocks, period):
             return None
         if short_counts == block_counts:
             return self

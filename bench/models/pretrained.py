@@ -29,7 +29,7 @@ from bench.models.pretrained_modules import (
     fill_pretrained_buffers,
     find_block_list_names,
     find_initial_stds,
-    find_period,
+    find_repetition,
 )
 from bench.models.tasks import TASKS, Task
 from bench.models.traced_flops import trace_flops
@@ -43,8 +43,8 @@ class ModuleFacts(NamedTuple):
 
     block_list_names: tuple[str, ...]
     num_unused_positions: int
-    block_periods: tuple[int | None, ...]
-    """Per list, blocks after which they repeat; None where they do not."""
+    block_repetitions: tuple[tuple[int, int] | None, ...]
+    """Per list, blocks before those that repeat, and after how many these do; None where they do not."""
     num_idle_parameters: int
     """Of experts that a token does not go to."""
     expert_choice: tuple[int, int] | None
@@ -116,7 +116,7 @@ class PretrainedFamily(Family):
         return ModuleFacts(
             names,
             count_unused_positions(model),
-            tuple(find_period(model.get_submodule(name)) for name in names),  # type: ignore[arg-type]
+            tuple(find_repetition(model.get_submodule(name)) for name in names),  # type: ignore[arg-type]
             count_idle_parameters(model),
             find_expert_choice(model),
         )
@@ -137,11 +137,20 @@ class PretrainedFamily(Family):
 
     @property
     def block_period(self) -> int:
-        return math.lcm(*(period or 1 for period in self._module_facts.block_periods))
+        return math.lcm(*(period for _, period in self._list_block_repetitions()))
 
     @property
-    def _has_repeated_blocks(self) -> bool:
-        return None not in self._module_facts.block_periods
+    def num_first_blocks(self) -> int:
+        return max((num_first for num_first, _ in self._list_block_repetitions()), default=1)
+
+    def _list_block_repetitions(self) -> list[tuple[int, int]]:
+        return [repetition or (1, 1) for repetition in self._module_facts.block_repetitions]
+
+    def _can_be_shortened(self, max_blocks: int, period: int) -> bool:
+        """Whether a model with so many blocks has all kinds of blocks there are."""
+        num_first = self.num_first_blocks
+        is_long_enough = num_first == 1 or max_blocks >= num_first + 3 * period
+        return None not in self._module_facts.block_repetitions and is_long_enough
 
     def run_blocks(self, blocks: Sequence[nn.Module], *args: Any, **kwargs: Any) -> Any:
         """Hand the hidden states from block to block."""
@@ -208,7 +217,7 @@ class PretrainedFamily(Family):
 
 def shorten_list(values: Sequence[Any], length: int, period: int) -> list[Any]:
     """What is said of each of a list's blocks, for a shortened list as `limit_blocks` says."""
-    if length < 1 + 3 * period:
+    if length <= 3 * period:
         return list(values[:length])
     positions = BlockPositions(len(values), length, period)
     return [values[positions.find_whole(position)] for position in range(length)]

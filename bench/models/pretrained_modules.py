@@ -50,11 +50,22 @@ def find_block_list_names(model: nn.Module) -> tuple[str, ...]:
 MAX_BLOCK_PERIOD = 8
 """Blocks after which they repeat at the latest, where a shortened model is to stand for the whole one."""
 
+MAX_FIRST_BLOCKS = 8
+"""Before them."""
 
-def find_period(blocks: nn.ModuleList) -> int | None:
-    """Blocks after which all but the first and the last one repeat, but for their weights and their number; None if
-    they do not."""
-    descriptions = [describe_block(block) for block in list(blocks)[1:-1]]
+
+def find_repetition(blocks: nn.ModuleList) -> tuple[int, int] | None:
+    """How many blocks come before those that repeat, at least the first one, and after how many these repeat, all but
+    the last one: but for their weights and their number. None if they do not."""
+    descriptions = [describe_block(block) for block in list(blocks)[:-1]]
+    for num_first in range(1, MAX_FIRST_BLOCKS + 1):
+        period = _find_period(descriptions[num_first:])
+        if period is not None and (num_first == 1 or len(descriptions) - num_first >= 2 * period):
+            return num_first, period
+    return None
+
+
+def _find_period(descriptions: Sequence[str]) -> int | None:
     longest = max(1, min(MAX_BLOCK_PERIOD, len(descriptions) // 2))
     return next((period for period in range(1, longest + 1) if descriptions[period:] == descriptions[:-period]), None)
 

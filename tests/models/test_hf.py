@@ -131,23 +131,33 @@ def test_every_field_of_the_configuration_can_be_set(tmp_path: Path) -> None:
 
 
 def test_a_shorter_model_stands_for_a_longer_one_where_blocks_repeat(tmp_path: Path) -> None:
-    for name, period in (("gpt_neox", 1), ("bart", 1), ("gpt_oss", 2), ("deepseek_v2", 1), ("cohere2", 4)):
-        fields = {"num_hidden_layers": 18} if name != "bart" else {"encoder_layers": 18, "decoder_layers": 16}
-        model = build_model(write_config(tmp_path, name, **fields))
-        assert model.block_period == period
-        short = shorten_family(model, 1 + 3 * period, period)
+    long = {"num_hidden_layers": 18}
+    for name, fields, num_first, period in (
+        ("gpt_neox", long, 1, 1),
+        ("bart", {"encoder_layers": 18, "decoder_layers": 16}, 1, 1),
+        ("gpt_oss", long, 1, 2),
+        ("deepseek_v2", long, 1, 1),
+        ("deepseek_v2", {**long, "first_k_dense_replace": 3}, 3, 1),
+        ("cohere2", long, 1, 4),
+    ):
+        model = build_model(write_config(tmp_path / str(num_first), name, **fields))
+        assert (model.num_first_blocks, model.block_period) == (num_first, period)
+        short = shorten_family(model, num_first + 3 * period, period)
         assert short is not None
         lists, short_lists = (family.find_block_lists(family.build_model()) for family in (model, short))
         for blocks, short_blocks in zip(lists, short_lists, strict=True):
             positions = BlockPositions(len(blocks), len(short_blocks), period)
-            assert len(short_blocks) == 1 + 3 * period
+            assert len(short_blocks) == num_first + 3 * period
             for position, block in enumerate(blocks):
                 assert describe_block(short_blocks[positions.find_traced(position)]) == describe_block(block)
 
 
 def test_blocks_that_do_not_repeat_are_traced_one_by_one(tmp_path: Path) -> None:
-    model = build_model(write_config(tmp_path, "deepseek_v2", num_hidden_layers=8, first_k_dense_replace=3))
-    assert shorten_family(model, 4, model.block_period) is None
+    layer_types = ["full_attention" if layer in {1, 2, 4, 9, 10, 15} else "sliding_attention" for layer in range(18)]
+    model = build_model(write_config(tmp_path, "cohere2", num_hidden_layers=18, layer_types=layer_types))
+    assert shorten_family(model, 12, model.block_period) is None
+    dense_first = build_model(write_config(tmp_path, "deepseek_v2", num_hidden_layers=8, first_k_dense_replace=3))
+    assert shorten_family(dense_first, 5, dense_first.block_period) is None  # of the last kind too few would be there
 
 
 def test_blocks_that_hand_on_more_than_hidden_states_are_not_grouped(tmp_path: Path) -> None:

@@ -100,9 +100,10 @@ def scenes(
     batches: tuple[int, int],
     batch_size: int,
     lengths: tuple[int, ...] = (),
+    num_first: int = 1,
     period: int = 1,
 ) -> tuple[SegmentAtBatch, ...]:
-    scaled_trace = build_scaled_trace(trace, other, batches, period)
+    scaled_trace = build_scaled_trace(trace, other, batches, num_first, period)
     positions = find_segment_block_positions(scaled_trace.segments, lengths, period) if lengths else ()
     weight = scaled_trace.compute_batch_weight(batch_size)
     return tuple(
@@ -121,7 +122,7 @@ def composed_and_whole(run: RunConfig) -> tuple[list[tuple[SegmentAtBatch, Block
     key, lengths = build_trace_key(run), build_parameter_layout(run.model, 1, False).block_counts
     few, whole = trace_step(key, 2), trace_step(key, 2, whole_model=True)
     period = find_block_period(run.model, run.activation_checkpointing)
-    composed_segments = scenes(few, few, (2, 2), 2, lengths, period)
+    composed_segments = scenes(few, few, (2, 2), 2, lengths, run.model.num_first_blocks, period)
     return list(expand_to_full_depth(composed_segments, lengths, period)), scenes(whole, whole, (2, 2), 2)
 
 
@@ -131,7 +132,21 @@ def composed_and_whole(run: RunConfig) -> tuple[list[tuple[SegmentAtBatch, Block
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full", "operators", "every_2", "budget_40"])
 @pytest.mark.parametrize("settings", [{}, {"precision": "bf16"}, {"precision": "bf16", "strategy": "fsdp"}])
 def test_a_model_traced_with_few_blocks_is_the_whole_model(model, checkpointing, settings):
-    run = deep(model, activation_checkpointing=checkpointing, **settings)
+    check_few_blocks_are_the_whole_model(deep(model, activation_checkpointing=checkpointing, **settings))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", ["full", "every_2"])
+def test_few_blocks_are_the_whole_model_where_several_come_before_those_that_repeat(checkpointing):
+    latents = {"kv_rank": 16, "rotary_size": 8, "head_size": 16, "num_kv_heads": 4, "num_shared_experts": 1}
+    dense = {"num_dense_layers": 3, "dense_intermediate_size": 96, "num_layers": 13}
+    fields = {f"model__{name}": value for name, value in {"architecture": "deepseek_v3", **latents, **dense}.items()}
+    run = config(model="moe_tiny", activation_checkpointing=checkpointing, precision="bf16", **fields)
+    assert run.model.num_first_blocks == 3
+    check_few_blocks_are_the_whole_model(run)
+
+
+def check_few_blocks_are_the_whole_model(run: RunConfig) -> None:
     composed_, whole = composed_and_whole(run)
     assert [(scene.phase, place) for scene, place in composed_] == [(scene.phase, scene.place) for scene in whole]
     for (scene, place), expected in zip(composed_, whole, strict=True):

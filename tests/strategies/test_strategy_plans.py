@@ -214,8 +214,14 @@ def test_gradients_that_are_kept_are_there_from_the_start(variant, precision):
         assert kept == pytest.approx(device.parts()["parameters"], rel=0.01)
 
 
-DEEP = {"t5_tiny": {"model.num_encoder_layers": 9}, "gpt_tiny": {"model.num_layers": 7}}
-"""Models some of whose blocks are like others that are traced."""
+LATENTS = {"kv_rank": 16, "rotary_size": 8, "head_size": 16, "num_kv_heads": 4, "num_shared_experts": 1}
+DENSE_FIRST = {"architecture": "deepseek_v3", **LATENTS, "num_dense_layers": 3, "dense_intermediate_size": 96}
+DEEP = {
+    "t5_tiny": {"model.num_encoder_layers": 9},
+    "gpt_tiny": {"model.num_layers": 7},
+    "moe_tiny": {"model.num_layers": 20, **{f"model.{name}": value for name, value in DENSE_FIRST.items()}},
+}
+"""Models some of whose blocks are like others that are traced; of the last one not only the first is another."""
 
 
 @pytest.mark.parametrize(("together", "apart"), [(1, False), (3, False), (1, True), (3, True)])
@@ -227,13 +233,20 @@ def test_parameters_are_known_in_the_order_of_the_model(model, together, apart):
     assert found == [tuple(parameter.shape) for parameter in family.build_model().parameters()]
 
 
-@pytest.mark.parametrize("stage", [0, 1])
-@pytest.mark.parametrize("model", DEEP)
-def test_a_stages_parameters_are_known_in_the_order_of_its_module(model, stage):
-    run = config(model=model, strategy="pipeline", gpus=2, **DEEP[model])
-    cuts = Timetable("1f1b", 2, 1, 2).split_blocks(run.model.num_blocks or 0)
+@pytest.mark.parametrize(
+    ("model", "stages", "stage"),
+    [
+        *((model, 2, stage) for model in DEEP for stage in (0, 1)),
+        *(("moe_tiny", 3, stage) for stage in (1, 2)),  # one that has neither the first block nor the last
+        *(("moe_tiny", 8, stage) for stage in (0, 1, 2, 7)),  # two or three blocks each
+    ],
+)
+def test_a_stages_parameters_are_known_in_the_order_of_its_module(model, stages, stage):
+    run = config(model=model, strategy="pipeline", gpus=stages, **DEEP[model])
+    cuts = Timetable("1f1b", stages, 1, stages).split_blocks(run.model.num_blocks or 0)
     parts = list_stage_blocks(build_parameter_layout(run.model, 1, False).block_counts, cuts[stage])
-    key = StageTraceKey(build_trace_key(run), shorten_stage_blocks(parts, build_trace_key(run).block_period))
+    key = StageTraceKey(build_trace_key(run), shorten_stage_blocks(parts, build_trace_key(run)))
+    assert sum(part.num_blocks for part in key.stage_blocks) <= 8
     trace = trace_stage(key, 1)
     assert trace_from_plain(json.loads(json.dumps(trace_to_plain(trace)))) == trace
     units, _ = arrange_stage(stage, key, tuple(part.num_blocks for part in parts), trace.parameters, ())

@@ -167,7 +167,7 @@ def list_stage_traces(config: RunConfig, key: TraceKey) -> list[tuple[TraceKey |
     timetable = config.strategy.timetable
     assert timetable is not None
     stage_keys = {
-        StageTraceKey(key, shorten_stage_blocks(stage_blocks, key.block_period)): None
+        StageTraceKey(key, shorten_stage_blocks(stage_blocks, key)): None
         for stage_blocks in _cut_into_stage_blocks(config, timetable)
     }
     return [
@@ -205,7 +205,7 @@ def build_pipeline_stages(config: RunConfig, key: TraceKey, timetable: Timetable
     layer_groups = rank_speed.list_layer_groups(config)
     stages = []
     for index, stage_blocks in enumerate(_cut_into_stage_blocks(config, timetable)):
-        stage_key = StageTraceKey(key, shorten_stage_blocks(stage_blocks, key.block_period))
+        stage_key = StageTraceKey(key, shorten_stage_blocks(stage_blocks, key))
         block_counts = tuple(blocks.num_blocks for blocks in stage_blocks)
         segments, weight_seconds = _build_stage_segments(
             stage_key, num_sequences, rank_speed.build_hashable_hardware(config), block_counts, layer_groups

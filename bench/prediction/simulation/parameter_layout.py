@@ -70,7 +70,8 @@ def build_parameter_layout(
         Whether the experts of each layer are.
     """
     period = find_block_period(family)
-    model = (shorten_family(family, count_traced_blocks(period), period) or family).build_model()
+    num_traced = count_traced_blocks(family.num_first_blocks, period)
+    model = (shorten_family(family, num_traced, period) or family).build_model()
     with split_model(split, family, model):
         layers = set(family.find_fp32_modules(model)) if shards_fp32_separately else set()
         if shards_trained_separately:

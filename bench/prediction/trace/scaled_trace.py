@@ -137,15 +137,18 @@ class ScaledTrace:
         return (batch_size - first) / (second - first) if second > first else 0.0
 
 
-def build_scaled_trace(first: Trace, second: Trace, batch_sizes: tuple[int, int], period: int = 1) -> ScaledTrace:
-    """Prepare what was traced at two batch sizes (or one, twice), of blocks that repeat after `period` of them.
+def build_scaled_trace(
+    first: Trace, second: Trace, batch_sizes: tuple[int, int], num_first: int = 1, period: int = 1
+) -> ScaledTrace:
+    """Prepare what was traced at two batch sizes (or one, twice), of lists whose blocks repeat after `period` of them,
+    but for `num_first` that come before.
 
     Raises
     ------
     ValueError
         If the model does not do the same at both.
     """
-    joint_frees = _find_joint_frees(first.segments, period)
+    joint_frees = _find_joint_frees(first.segments, num_first, period)
     origins = StorageOrigins(first.segments)
     segments = tuple(
         _scale_segment(
@@ -226,7 +229,9 @@ def _scale_segment(
     )
 
 
-def _find_joint_frees(segments: Sequence[TraceSegment], period: int) -> dict[tuple[int, int], tuple[int, int]]:
+def _find_joint_frees(
+    segments: Sequence[TraceSegment], num_first: int, period: int
+) -> dict[tuple[int, int], tuple[int, int]]:
     """Releases, by segment and change, of what every inner block made and all lose at the same time, with its place.
 
     Autocast's copies of the weights are such: they last until the forward pass is over. What is released in the pass
@@ -248,7 +253,7 @@ def _find_joint_frees(segments: Sequence[TraceSegment], period: int) -> dict[tup
         (segment.phase, segment.micro_batch, segment.place): index for index, segment in enumerate(segments)
     }
     joint_frees: dict[tuple[int, int], tuple[int, int]] = {}
-    repeated_positions = range(1 + period, 1 + 2 * period)
+    repeated_positions = range(num_first + period, num_first + 2 * period)
     for number, (index, order) in allocations.items():
         segment = segments[index]
         if (

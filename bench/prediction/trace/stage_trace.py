@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -17,7 +18,7 @@ from torch import nn
 
 from bench.core import processes
 from bench.models import Family, float8
-from bench.models.checkpointing import checkpoint_blocks, find_block_period
+from bench.models.checkpointing import checkpoint_blocks
 from bench.models.division import PipelineStageModule
 from bench.models.experts import find_spread_experts
 from bench.optimizers.updated_tensor import find_hidden_matrices
@@ -37,9 +38,10 @@ from bench.prediction.trace.trace import (
     sort_simultaneous_frees,
 )
 from bench.prediction.trace.trace_recorder import (
-    TRACED_BLOCKS,
+    REPEATED_TRACED_BLOCKS,
     TraceRecorder,
     build_traced_loss,
+    count_traced_blocks,
     fill_with_fake_tensors,
 )
 from bench.strategies.step_plan import ParameterSpec
@@ -60,7 +62,8 @@ class StageBlocks:
     has_first_block: bool
     has_last_block: bool
     first_position: int | None = None
-    """Of its first block in the list, where what is done to a block depends on it: such stages are not shortened."""
+    """Of its first block in the list, up to where they repeat; None where the first block alone is another than the
+    rest. Of a stage that is not shortened, since what is done to a block depends on it, the position wherever it is."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,12 @@ class StageTraceKey:
 
     trace_key: TraceKey
     stage_blocks: tuple[StageBlocks, ...]
+
+    @property
+    def num_first_blocks(self) -> int:
+        """Blocks of the stage's lists that come before those that repeat, at least one."""
+        num_first = self.trace_key.num_first_blocks
+        return max(max(1, num_first - (blocks.first_position or 0)) for blocks in self.stage_blocks)
 
 
 def list_stage_blocks(block_counts: tuple[int, ...], blocks: range) -> tuple[StageBlocks, ...]:
@@ -90,17 +99,31 @@ def list_stage_blocks(block_counts: tuple[int, ...], blocks: range) -> tuple[Sta
     return tuple(stage_blocks)
 
 
-def shorten_stage_blocks(stage_blocks: tuple[StageBlocks, ...], period: int) -> tuple[StageBlocks, ...]:
-    """The stage that is traced in a stage's place: long lists are shortened, unless blocks are not checkpointed
-    alike."""
-    if period > 1:
-        return stage_blocks
-    return tuple(
-        StageBlocks(
-            blocks.list_index, min(blocks.num_blocks, TRACED_BLOCKS), blocks.has_first_block, blocks.has_last_block
-        )
-        for blocks in stage_blocks
+def shorten_stage_blocks(stage_blocks: tuple[StageBlocks, ...], key: TraceKey) -> tuple[StageBlocks, ...]:
+    """The stage that is traced in a stage's place: long lists are shortened, unless blocks are not alike, or not
+    checkpointed alike."""
+    return stage_blocks if _is_traced_whole(key) else tuple(_shorten_list(blocks, key) for blocks in stage_blocks)
+
+
+def _shorten_list(blocks: StageBlocks, key: TraceKey) -> StageBlocks:
+    assert blocks.first_position is not None
+    first_position = min(blocks.first_position, key.num_first_blocks)
+    num_traced = max(1, key.num_first_blocks - first_position) + REPEATED_TRACED_BLOCKS
+    return dataclasses.replace(
+        blocks,
+        num_blocks=min(blocks.num_blocks, num_traced),
+        first_position=None if key.num_first_blocks == 1 else first_position,
     )
+
+
+def _is_traced_whole(key: TraceKey) -> bool:
+    return key.block_period > 1 or _shorten_family(key.family) is None
+
+
+@functools.lru_cache(maxsize=64)
+def _shorten_family(family: Family) -> Family | None:
+    """The model that shortened stages are made of."""
+    return family.limit_blocks(count_traced_blocks(family.num_first_blocks, 1) + SPARE_TRACED_BLOCKS)
 
 
 @dataclass(frozen=True)
@@ -121,10 +144,8 @@ class ShortStage:
 def open_short_stage(key: StageTraceKey) -> Iterator[ShortStage]:
     """Within, a stage can be run with fake tensors, as the first of the ranks that share its layers has it."""
     trace_key = key.trace_key
-    is_whole = find_block_period(trace_key.family, trace_key.activation_checkpointing) > 1
-    short_family = (
-        None if is_whole else trace_key.family.limit_blocks(TRACED_BLOCKS + SPARE_TRACED_BLOCKS)
-    ) or trace_key.family
+    is_whole = _is_traced_whole(trace_key)
+    short_family = (None if is_whole else _shorten_family(trace_key.family)) or trace_key.family
     model = short_family.build_model()
     block_counts = tuple(len(blocks) for blocks in short_family.find_block_lists(model))
     model.train()
@@ -161,9 +182,13 @@ def _build_stage(
         num_blocks = sum(blocks.num_blocks for blocks in stage_blocks)
         return short_family.build_stage(model, range(start, start + num_blocks))
     first_blocks, last_blocks = stage_blocks[0], stage_blocks[-1]
+    num_first = short_family.num_first_blocks
     start = sum(block_counts[: first_blocks.list_index])
-    if not first_blocks.has_first_block:
-        start += block_counts[first_blocks.list_index] - first_blocks.num_blocks if first_blocks.has_last_block else 1
+    if num_first > 1 and first_blocks.first_position is not None and first_blocks.first_position < num_first:
+        start += first_blocks.first_position
+    elif not first_blocks.has_first_block:
+        num_list_blocks = block_counts[first_blocks.list_index]
+        start += num_list_blocks - first_blocks.num_blocks if first_blocks.has_last_block else num_first
     reaches_list_end = last_blocks.has_last_block
     stop = sum(block_counts[: last_blocks.list_index]) + (
         block_counts[last_blocks.list_index]

@@ -75,6 +75,11 @@ class TraceKey:
         """Blocks after which they, and what checkpointing does to them, repeat."""
         return find_block_period(self.family, self.activation_checkpointing)
 
+    @property
+    def num_first_blocks(self) -> int:
+        """Blocks of every list that come before those that repeat."""
+        return self.family.num_first_blocks
+
 
 @dataclass(frozen=True)
 class CollectiveEvent:

@@ -174,7 +174,7 @@ def load_scaled_trace(key: TraceKey | StageTraceKey, batch_sizes: tuple[int, int
     """The trace at any batch size, from two traces (or one)."""
     load_traces([(key, size) for size in dict.fromkeys(batch_sizes)])
     first, second = (_loaded_traces[key, batch_size] for batch_size in batch_sizes)
-    return build_scaled_trace(first, second, batch_sizes, _get_trace_key(key).block_period)
+    return build_scaled_trace(first, second, batch_sizes, key.num_first_blocks, _get_trace_key(key).block_period)
 
 
 class HashableHardware:

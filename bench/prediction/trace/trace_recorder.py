@@ -55,14 +55,14 @@ from bench.strategies import Stepper
 from bench.strategies.step_plan import TENSOR_GROUP
 from bench.strategies.tensor_parallel.split import find_local_shape, wrap_like_dtensor
 
-TRACED_BLOCKS = 4
-"""Blocks per list that are traced: the first, two inner ones, which must be alike, and the last. Where blocks are not
-alike, or not checkpointed alike, there is a period instead of each but the first."""
+REPEATED_TRACED_BLOCKS = 3
+"""Blocks per list that are traced beside those that come before what repeats: two inner ones, which must be alike, and
+the last. Where blocks are not alike, or not checkpointed alike, there is a period instead of each."""
 
 
-def count_traced_blocks(period: int) -> int:
+def count_traced_blocks(num_first: int, period: int) -> int:
     """Blocks per list that a trace has at most."""
-    return 1 + (TRACED_BLOCKS - 1) * period
+    return num_first + REPEATED_TRACED_BLOCKS * period
 
 
 def trace_step(key: TraceKey, batch_size: int, *, whole_model: bool = False) -> Trace:
@@ -78,7 +78,8 @@ def trace_step(key: TraceKey, batch_size: int, *, whole_model: bool = False) -> 
         Trace all blocks.
     """
     period = key.block_period
-    family = (None if whole_model else shorten_family(key.family, count_traced_blocks(period), period)) or key.family
+    num_traced = count_traced_blocks(key.num_first_blocks, period)
+    family = (None if whole_model else shorten_family(key.family, num_traced, period)) or key.family
     model = family.build_model()
     model.train()
     if key.precision.uses_torchao:
