@@ -165,8 +165,8 @@ def test_experts_that_ranks_do_not_divide_are_cut_along_a_dimension_that_they_do
 @pytest.mark.long
 @pytest.mark.slow
 def test_deepseek_v3_trains_as_in_one_process_and_needs_what_is_predicted(execute: Execute) -> None:
-    """Two kinds of layers: two dense ones, and ten whose experts are chosen within half of their groups."""
-    shape = {**DEEPSEEK, "architecture": "deepseek_v3", "query_rank": 24, "expert_groups": 2, "num_dense_layers": 2}
+    """Two kinds of layers: three dense ones, and nine whose experts are chosen within half of their groups."""
+    shape = {**DEEPSEEK, "architecture": "deepseek_v3", "query_rank": 24, "expert_groups": 2, "num_dense_layers": 3}
     model = ("model=moe_tiny", "model.num_layers=12", *(f"model.{name}={value}" for name, value in shape.items()))
     run = (*model, "hardware=cpu", "sequence_length=32", "measurement.warmup_steps=2", "measurement.steps=1")
     mesh = (*run, "strategy=mesh", "gpus=2", "batch_size_per_gpu=2")
