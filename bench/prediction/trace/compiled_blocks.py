@@ -12,6 +12,7 @@ the same for both.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import re
 from collections import OrderedDict
@@ -38,6 +39,7 @@ from torch.utils._python_dispatch import (
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from bench.models.blocks import list_compiled_parts
+from bench.models.pretrained_modules import describe_block
 from bench.prediction.trace.device_operators import run_attention_backward
 from bench.prediction.trace.fake_tensors import TracingFakeTensorMode
 from bench.prediction.trace.overlapped_products import OVERLAPPED_PRODUCTS
@@ -70,6 +72,9 @@ TENSOR_PLACE = object()
 Program = Callable[[list[Any]], Any]
 """Takes its inputs in a list, which it empties, and returns its results."""
 
+CompiledPart = Callable[[list[torch.Tensor]], Any]
+"""Takes the parameters and buffers of one of equal parts of blocks, and the tensors that it is called with."""
+
 _graph_numbers = itertools.count()
 """What tells a checkpointed block's operators from another's."""
 
@@ -98,11 +103,11 @@ def compile_blocks(
     """
     overlaps_products = split is not None and split.overlaps_products
     graph_breaks = () if split is None else split.find_graph_breaks(model)
-    programs: dict[str, Program] = {}
+    compiled_parts: dict[Any, CompiledPart] = {}
     for blocks in block_lists:
         for block in blocks:
             for part in list_compiled_parts(block, graph_breaks):
-                part.forward = _CompiledForward(part, programs, overlaps_products)
+                part.forward = _CompiledForward(part, compiled_parts, overlaps_products)
 
 
 def compile_module(module: nn.Module) -> None:
@@ -119,14 +124,15 @@ def find_compiled_part(block: nn.Module, layer: nn.Module) -> nn.Module | None:
 class _CompiledForward:
     """The forward of a block."""
 
-    def __init__(self, block: nn.Module, programs: dict[str, Program], overlaps_products: bool) -> None:
+    def __init__(self, block: nn.Module, compiled_parts: dict[Any, CompiledPart], overlaps_products: bool) -> None:
+        self._description = _describe_part(block)
         self._body = block._checkpoint_wrapped_module if isinstance(block, CheckpointWrapper) else block
         self._run_body = (
             _build_checkpointed_forward(block) if isinstance(block, CheckpointWrapper) else _take_hooks(block)
         )
-        self._programs = programs
+        self._compiled_parts = compiled_parts
         self._overlaps_products = overlaps_products
-        self._compiled: Callable[..., Any] | None = None
+        self._compiled: CompiledPart | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         values, structure = pytree.tree_flatten((args, kwargs))
@@ -134,12 +140,15 @@ class _CompiledForward:
         tensors = [*state.values(), *(value for value in values if isinstance(value, torch.Tensor))]
         if self._compiled is None:
             values = [TENSOR_PLACE if isinstance(value, torch.Tensor) else value for value in values]
-            self._compiled = self._compile(list(state), values, structure, tensors)
+            key = (self._description, _describe_call(values, structure, tensors))
+            if key not in self._compiled_parts:
+                self._compiled_parts[key] = self._compile(list(state), values, structure, tensors)
+            self._compiled = self._compiled_parts[key]
         return self._compiled(tensors)
 
     def _compile(
         self, state_names: list[str], values: list[Any], structure: pytree.TreeSpec, tensors: list[torch.Tensor]
-    ) -> Callable[..., Any]:
+    ) -> CompiledPart:
         from torch._functorch.aot_autograd import aot_function
         from torch._inductor.compile_fx import partition_fn
         from torch._inductor.decomposition import select_decomp_table
@@ -158,8 +167,8 @@ class _CompiledForward:
         outputs: list[tuple[list[int | None], pytree.TreeSpec]] = []
         compiled: Callable[..., Any] = aot_function(
             run_block,
-            fw_compiler=lambda graph, inputs: self._build_program(graph, inputs, is_backward=False),
-            bw_compiler=lambda graph, inputs: self._build_program(graph, inputs, is_backward=True),
+            fw_compiler=functools.partial(_build_program, is_backward=False, overlaps_products=self._overlaps_products),
+            bw_compiler=functools.partial(_build_program, is_backward=True, overlaps_products=self._overlaps_products),
             partition_fn=partition_fn,
             decompositions=select_decomp_table(),
         )
@@ -183,14 +192,31 @@ class _CompiledForward:
 
         return run_compiled
 
-    def _build_program(self, graph: fx.GraphModule, inputs: Sequence[Any], *, is_backward: bool) -> Program:
-        """What Inductor makes of a graph: of equal graphs once."""
-        text = f"{is_backward} {graph.print_readable(print_output=False, include_stride=True, include_device=True)}"
-        if text not in self._programs:
-            self._programs[text] = _build_program(
-                graph, inputs, is_backward=is_backward, overlaps_products=self._overlaps_products
-            )
-        return self._programs[text]
+
+def _describe_part(part: nn.Module) -> str:
+    """What decides about the operators that a part of a block runs: of blocks that repeat it is the same."""
+    hooks = [
+        [getattr(hook, "__qualname__", type(hook).__name__) for hook in (*before.values(), *after.values())]
+        for before, after in ((module._forward_pre_hooks, module._forward_hooks) for module in part.modules())
+    ]
+    return f"{describe_block(part)} {hooks}"
+
+
+def _describe_call(values: Sequence[Any], structure: pytree.TreeSpec, tensors: Sequence[torch.Tensor]) -> str:
+    """What is compiled for: of tensors how they lie in memory, where they are divided, and which are the same one."""
+    numbers = {id(tensor): number for number, tensor in reversed(list(enumerate(tensors)))}
+    places = [
+        (
+            str(getattr(tensor, "_spec", type(tensor).__name__)),
+            tuple(tensor.shape),
+            tensor.stride(),
+            str(tensor.dtype),
+            tensor.requires_grad,
+            numbers[id(tensor)],
+        )
+        for tensor in tensors
+    ]
+    return f"{values} {structure} {places}"
 
 
 def _take_hooks(module: nn.Module) -> nn.Module:
