@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Self
 
@@ -12,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel
 
-from bench.core.errors import invalid_value_error
+from bench.core.errors import ImpossibleError, invalid_value_error
 from bench.core.typed_config import Within
 from bench.models.base import (
     BlockCount,
@@ -126,6 +127,14 @@ class DecoderFamily(PretrainedFamily):
             "model.intermediate_size": self.intermediate_size,
         }
         return sizes | {"sequence_length": sequence_length} if sequence_parallel else sizes
+
+    def _require_divided_layers(self, undivided_architectures: Mapping[str, str], choices: str) -> None:
+        """Raise `ImpossibleError` for an architecture whose layers are not divided, with the reason."""
+        if self.architecture in undivided_architectures:
+            raise ImpossibleError(
+                f"model.architecture={self.architecture} is not valid with tensor parallelism, since it "
+                f"{undivided_architectures[self.architecture]}: choose {choices}."
+            )
 
     def build_layer_division(self, model: nn.Module, *, sequence_parallel: bool) -> LayerDivision:
         return build_decoder_division(model, self.find_block_lists(model)[0], sequence_parallel=sequence_parallel)

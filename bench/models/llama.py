@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
-from bench.core.errors import ImpossibleError, invalid_value_error
+from bench.core.errors import invalid_value_error
 from bench.core.typed_config import OneOf
 from bench.models.base import FlopCount
 from bench.models.decoder import DecoderFamily
@@ -70,12 +70,7 @@ class LlamaFamily(DecoderFamily):
     def list_divided_sizes(self, sequence_length: int, *, sequence_parallel: bool) -> dict[str, int]:
         """Heads, those of keys and values too, and the width of the feed-forward layer; the last rank's part of the
         vocabulary may be smaller."""
-        if self.architecture in UNDIVIDED_ARCHITECTURES:
-            raise ImpossibleError(
-                f"model.architecture={self.architecture} is not valid with tensor parallelism, since it "
-                f"{UNDIVIDED_ARCHITECTURES[self.architecture]}: choose another strategy, or a model of another "
-                "architecture."
-            )
+        self._require_divided_layers(UNDIVIDED_ARCHITECTURES, "another strategy, or a model of another architecture")
         return super().list_divided_sizes(sequence_length, sequence_parallel=sequence_parallel)
 
     @property

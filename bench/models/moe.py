@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
-from bench.core.errors import ImpossibleError, invalid_value_error
+from bench.core.errors import invalid_value_error
 from bench.core.typed_config import OneOf, Within
 from bench.models.base import FlopCount
 from bench.models.decoder import DecoderFamily
@@ -170,13 +170,8 @@ class MixtureOfExpertsFamily(DecoderFamily):
     def list_divided_sizes(self, sequence_length: int, *, sequence_parallel: bool) -> dict[str, int]:
         """Heads, those of keys and values too, and the widths of experts, of those that every token goes to together
         and of layers without; the last rank's part of the vocabulary may be smaller."""
-        if self.architecture in UNDIVIDED_ARCHITECTURES:
-            divided = [name for name in EXPERT_COUNT_FIELDS if name not in UNDIVIDED_ARCHITECTURES]
-            raise ImpossibleError(
-                f"model.architecture={self.architecture} is not valid with tensor parallelism, since it "
-                f"{UNDIVIDED_ARCHITECTURES[self.architecture]}: choose one of {', '.join(divided)}, or expert "
-                "parallelism."
-            )
+        divided = [name for name in EXPERT_COUNT_FIELDS if name not in UNDIVIDED_ARCHITECTURES]
+        self._require_divided_layers(UNDIVIDED_ARCHITECTURES, f"one of {', '.join(divided)}, or expert parallelism")
         sizes = super().list_divided_sizes(sequence_length, sequence_parallel=sequence_parallel)
         if self.num_shared_experts:
             sizes["model.num_shared_experts x model.intermediate_size"] = (

@@ -10,12 +10,12 @@ from torch import nn
 
 from bench.models import Family
 from bench.models.blocks import find_trained_layers
-from bench.models.checkpointing import BlockPositions, find_block_period, shorten_family
+from bench.models.checkpointing import BlockPositions, find_block_period
 from bench.models.experts import find_spread_experts, list_experts
 from bench.optimizers import find_hidden_matrices
 from bench.prediction.trace.fake_process_group import split_model
 from bench.prediction.trace.trace import LOSS_PLACE, BlockPlace
-from bench.prediction.trace.trace_recorder import count_traced_blocks, locate_parameters
+from bench.prediction.trace.trace_recorder import locate_parameters, shorten_for_trace
 from bench.strategies.step_plan import ParameterSpec, ShardingUnit
 from bench.strategies.tensor_parallel.split import TensorParallelSplit, find_local_shape
 
@@ -69,9 +69,7 @@ def build_parameter_layout(
     shards_experts_separately: bool
         Whether the experts of each layer are.
     """
-    period = find_block_period(family)
-    num_traced = count_traced_blocks(family.num_first_blocks, period)
-    model = (shorten_family(family, num_traced, period) or family).build_model()
+    model = (shorten_for_trace(family, find_block_period(family)) or family).build_model()
     with split_model(split, family, model):
         layers = set(family.find_fp32_modules(model)) if shards_fp32_separately else set()
         if shards_trained_separately:

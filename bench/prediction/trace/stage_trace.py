@@ -38,7 +38,6 @@ from bench.prediction.trace.trace import (
     sort_simultaneous_frees,
 )
 from bench.prediction.trace.trace_recorder import (
-    REPEATED_TRACED_BLOCKS,
     TraceRecorder,
     build_traced_loss,
     count_traced_blocks,
@@ -76,8 +75,7 @@ class StageTraceKey:
     @property
     def num_first_blocks(self) -> int:
         """Blocks of the stage's lists that come before those that repeat, at least one."""
-        num_first = self.trace_key.num_first_blocks
-        return max(max(1, num_first - (blocks.first_position or 0)) for blocks in self.stage_blocks)
+        return max(_count_first_blocks(self.trace_key, blocks.first_position or 0) for blocks in self.stage_blocks)
 
 
 def list_stage_blocks(block_counts: tuple[int, ...], blocks: range) -> tuple[StageBlocks, ...]:
@@ -108,12 +106,17 @@ def shorten_stage_blocks(stage_blocks: tuple[StageBlocks, ...], key: TraceKey) -
 def _shorten_list(blocks: StageBlocks, key: TraceKey) -> StageBlocks:
     assert blocks.first_position is not None
     first_position = min(blocks.first_position, key.num_first_blocks)
-    num_traced = max(1, key.num_first_blocks - first_position) + REPEATED_TRACED_BLOCKS
+    num_traced = count_traced_blocks(_count_first_blocks(key, first_position), 1)
     return dataclasses.replace(
         blocks,
         num_blocks=min(blocks.num_blocks, num_traced),
         first_position=None if key.num_first_blocks == 1 else first_position,
     )
+
+
+def _count_first_blocks(key: TraceKey, first_position: int) -> int:
+    """Blocks before those that repeat, at least one, of a list's from a position on."""
+    return max(1, key.num_first_blocks - first_position)
 
 
 def _is_traced_whole(key: TraceKey) -> bool:
@@ -184,7 +187,7 @@ def _build_stage(
     first_blocks, last_blocks = stage_blocks[0], stage_blocks[-1]
     num_first = short_family.num_first_blocks
     start = sum(block_counts[: first_blocks.list_index])
-    if num_first > 1 and first_blocks.first_position is not None and first_blocks.first_position < num_first:
+    if first_blocks.first_position is not None and first_blocks.first_position < num_first:
         start += first_blocks.first_position
     elif not first_blocks.has_first_block:
         num_list_blocks = block_counts[first_blocks.list_index]

@@ -65,6 +65,11 @@ def count_traced_blocks(num_first: int, period: int) -> int:
     return num_first + REPEATED_TRACED_BLOCKS * period
 
 
+def shorten_for_trace(family: Family, period: int) -> Family | None:
+    """The family with the blocks that a trace has; None where it cannot be shortened."""
+    return shorten_family(family, count_traced_blocks(family.num_first_blocks, period), period)
+
+
 def trace_step(key: TraceKey, batch_size: int, *, whole_model: bool = False) -> Trace:
     """Trace one step on fake tensors.
 
@@ -78,8 +83,7 @@ def trace_step(key: TraceKey, batch_size: int, *, whole_model: bool = False) -> 
         Trace all blocks.
     """
     period = key.block_period
-    num_traced = count_traced_blocks(key.num_first_blocks, period)
-    family = (None if whole_model else shorten_family(key.family, num_traced, period)) or key.family
+    family = (None if whole_model else shorten_for_trace(key.family, period)) or key.family
     model = family.build_model()
     model.train()
     if key.precision.uses_torchao:
