@@ -10,6 +10,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,16 @@ def measure_parse_s() -> float:
             yaml.safe_load(text)
         taken.append((time.process_time() - started) / 5)
     return min(taken)
+
+
+@contextmanager
+def limit_cpu_time(num_parses: float) -> Iterator[None]:
+    """Fail where what is done in it, and the commands it runs, take more processor time than so many times
+    `measure_parse_s`: seconds would fail on a slow or busy machine."""
+    before_s = measure_cpu_time_s()
+    yield
+    taken_s, parse_s = measure_cpu_time_s() - before_s, measure_parse_s()
+    assert taken_s < num_parses * parse_s, f"{taken_s:.1f} s, {taken_s / parse_s:.0f} times parsing a file"
 
 
 def compose_run_config(*overrides: str) -> RunConfig:

@@ -10,7 +10,6 @@ import os
 import random
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -38,6 +37,7 @@ from bench.planning.request import parse_sweep_request
 from bench.planning.sweep_plan import build_sweep_plan
 from bench.rank.row import build_configured_columns
 from bench.records.schema import COLUMNS, FORMAT_VERSION
+from tests.conftest import limit_cpu_time
 from tests.fake_model import (
     CPU,
     FAKE_MODEL_OVERRIDES,
@@ -452,16 +452,15 @@ def test_torn_foreign_and_later_files_are_named_and_passed_over(tmp_path):
 
 
 @pytest.mark.slow
-def test_thousands_of_rows_load_in_about_a_second(tmp_path):
+def test_thousands_of_rows_load_fast(tmp_path):
     template = {**make_record(), "format": FORMAT_VERSION}
     for number in range(3000):
         row = {**template, "run_id": f"{number:016x}", "repeat": number}
         folder = tmp_path / row["run_id"]
         folder.mkdir()
         (folder / "0.json").write_text(json.dumps(row, indent=1))
-    started = time.perf_counter()
-    frame = records.load(tmp_path)
-    assert time.perf_counter() - started < 5
+    with limit_cpu_time(400):  # 77 seen
+        frame = records.load(tmp_path)
     assert len(frame) == 3000
     assert frame["repeat"].nunique() == 3000
     assert {column.name: column.dtype for column in COLUMNS} == {name: str(kind) for name, kind in frame.dtypes.items()}
