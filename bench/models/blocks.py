@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from bench.models.base import Family
+from bench.models.experts import CompiledAlone
 
 
 def compile_blocks(
@@ -35,16 +36,18 @@ def compile_blocks(
     for blocks in family.find_block_lists(model):
         for block in blocks:
             for part in list_compiled_parts(block, graph_breaks):
-                # Of parts of one class and several sizes torch would else make a graph for sizes that are not known.
-                part.compile(dynamic=None if part is block else False)
+                # Of parts of one class and several sizes torch would else make a graph for sizes that are not known:
+                # of those without parameters sizes may change from step to step.
+                part.compile(dynamic=None if part is block or isinstance(part, CompiledAlone) else False)
 
 
 def list_compiled_parts(block: nn.Module, graph_breaks: Collection[nn.Module]) -> list[nn.Module]:
-    """What is compiled of a block: the block, or its largest parts with parameters that have no module of
-    `graph_breaks`, at which torch's compiler would break the block's graph."""
+    """What is compiled of a block: the block, or its largest parts that have no module of `graph_breaks`, at which
+    torch's compiler would break the block's graph. Parts without parameters are left out unless they are
+    `CompiledAlone`."""
     if graph_breaks and any(module in graph_breaks for module in block.modules()):
         return [part for child in block.children() for part in list_compiled_parts(child, graph_breaks)]
-    return [block] if any(True for _ in block.parameters()) else []
+    return [block] if isinstance(block, CompiledAlone) or any(True for _ in block.parameters()) else []
 
 
 class BlockGroup(nn.Module):

@@ -141,11 +141,83 @@ def count_idle_parameters(model: Any) -> int:
     )
 
 
+class CompiledAlone(nn.Module):
+    """A part of a layer without parameters, which torch compiles also where the layer around it cannot be compiled."""
+
+
+class TokenSpreading(CompiledAlone):
+    """A row for each expert of each token, sorted by expert."""
+
+    def forward(self, hidden: torch.Tensor, order: torch.Tensor, inverse_order: torch.Tensor) -> torch.Tensor:
+        """Rows, shape (tokens x experts per token, width), of tokens, shape (tokens, width)."""
+        rows: torch.Tensor = _SpreadTokens.apply(hidden, order, inverse_order)
+        return rows
+
+
+class ExpertActivation(CompiledAlone):
+    """What is between the two products of experts."""
+
+    def __init__(self, experts: Any) -> None:
+        super().__init__()
+        self.activate = experts._apply_gate if experts.has_gate else experts.act_fn
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """Of each row by itself."""
+        activated: torch.Tensor = self.activate(rows)
+        return activated
+
+
+class ExpertCombination(CompiledAlone):
+    """The sum over the experts of each token, by weight."""
+
+    def forward(
+        self, rows: torch.Tensor, weights: torch.Tensor, order: torch.Tensor, inverse_order: torch.Tensor
+    ) -> torch.Tensor:
+        """Shape (tokens, width), of rows sorted by expert and weights of shape (tokens, experts per token)."""
+        rows = permute_rows(rows, inverse_order, order).unflatten(0, weights.shape)
+        return (rows * weights.unsqueeze(-1)).sum(dim=1)
+
+
+def permute_rows(rows: torch.Tensor, order: torch.Tensor, inverse_order: torch.Tensor) -> torch.Tensor:
+    """``rows[order]``, whose gradient is gathered as well: torch, which does not know that each row is taken once, adds
+    it up in a tensor of zeros."""
+    permuted: torch.Tensor = _PermuteRows.apply(rows, order, inverse_order)
+    return permuted
+
+
+class _PermuteRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, order: torch.Tensor, inverse_order: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(inverse_order)
+        return rows[order]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        (inverse_order,) = ctx.saved_tensors
+        return grads[0][inverse_order], None, None
+
+
+class _SpreadTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, order: torch.Tensor, inverse_order: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(inverse_order)
+        ctx.num_choices = order.shape[0] // hidden.shape[0]
+        return hidden[order // ctx.num_choices]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        (inverse_order,) = ctx.saved_tensors
+        return grads[0][inverse_order].unflatten(0, (-1, ctx.num_choices)).sum(dim=1), None, None
+
+
 def prepare_experts(model: Any, routing: Routing) -> None:
-    """Have the experts of a model, if it has some, follow a routing."""
+    """Have the experts of a model, if it has some, follow a routing, and do what is between their products in modules
+    of their own."""
     all_experts = list_experts(model)
     for experts in all_experts:
         experts._bench_routing = routing
+        experts.spreading, experts.combination = TokenSpreading(), ExpertCombination()
+        experts.activation = ExpertActivation(experts)
     if all_experts:
         model.get_decoder().register_forward_pre_hook(routing.note_sequence_length, with_kwargs=True)
 
@@ -200,16 +272,15 @@ def compute_grouped_experts(
         routed_experts = routing.choose_experts(routed_experts, experts.num_experts, part)
     if division is not None:
         hidden, weights = division.prepare_inputs(hidden, weights)
-    num_choices = routed_experts.shape[1]
     row_experts, order = routed_experts.flatten().sort(stable=True)
-    rows = hidden[order // num_choices]
+    inverse_order = order.argsort()
+    rows = experts.spreading(hidden, order, inverse_order)
     rows = (
         compute_sorted_rows(experts, rows, row_experts, experts.num_experts)
         if division is None
         else division.compute_rows(experts, rows, row_experts)
     )
-    rows = rows * weights.flatten()[order, None]
-    result = rows[order.argsort()].unflatten(0, (-1, num_choices)).sum(dim=1).to(hidden.dtype)
+    result = experts.combination(rows, weights, order, inverse_order).to(hidden.dtype)
     return result if division is None else division.finish_outputs(result)
 
 
@@ -228,7 +299,7 @@ def compute_sorted_rows(experts: Any, rows: torch.Tensor, row_experts: torch.Ten
     ends = torch.searchsorted(row_experts, torch.arange(num_experts, device=rows.device), right=True).int()
     first_name = "gate_up_proj" if experts.has_gate else "up_proj"
     rows = _multiply_grouped(experts, first_name, rows, row_experts, ends)
-    rows = experts._apply_gate(rows) if experts.has_gate else experts.act_fn(rows)
+    rows = experts.activation(rows)
     rows = _multiply_grouped(experts, "down_proj", rows, row_experts, ends)
     return experts.post_expert_norm(rows) if experts.has_post_expert_norm else rows
 

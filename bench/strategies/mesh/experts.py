@@ -32,7 +32,7 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from bench.models.division import SEQUENCE_SHARD, TokenParallel
-from bench.models.experts import compute_sorted_rows, list_experts
+from bench.models.experts import compute_sorted_rows, list_experts, permute_rows
 from bench.strategies.mesh.layout import EXPERT, TENSOR, RankMesh
 
 WIDTH_DIMS = {"gate_up_proj": 1, "up_proj": 1, "down_proj": 2}
@@ -88,8 +88,11 @@ class ExpertSplit:
         local_experts = torch.arange(num_local, device=rows.device).repeat(degree)
         local_experts = local_experts.repeat_interleave(received_counts, output_size=sum(received_splits))
         sorted_experts, order = local_experts.sort(stable=True)
-        results = compute_sorted_rows(experts, received[order], sorted_experts, num_local)
-        return all_to_all_single_autograd(results[order.argsort()], sent_splits, received_splits, group)
+        inverse_order = order.argsort()
+        results = compute_sorted_rows(experts, permute_rows(received, order, inverse_order), sorted_experts, num_local)
+        return all_to_all_single_autograd(
+            permute_rows(results, inverse_order, order), sent_splits, received_splits, group
+        )
 
     def list_splits(
         self, sent_counts: torch.Tensor, received_counts: torch.Tensor, num_rows: int
