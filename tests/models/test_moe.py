@@ -15,6 +15,8 @@ from bench.models.materialize import Materializer
 from bench.models.moe import EXPERT_COUNT_FIELDS, MixtureOfExpertsFamily
 from bench.models.traced_flops import trace_flops
 from bench.prediction.predictor import predict_runs
+from bench.prediction.run_inputs import build_trace_key
+from bench.prediction.trace.trace_recorder import trace_step
 from bench.strategies.fsdp.plan import choose_sharded_dimension
 from tests.conftest import compose_run_config
 
@@ -99,6 +101,25 @@ def test_grouped_products_compute_what_one_expert_after_the_other_does(architect
     assert loss == pytest.approx(expected_loss, rel=1e-6)
     for gradient, expected in zip(gradients, expected_gradients, strict=True):
         assert torch.allclose(gradient, expected, rtol=1e-4, atol=1e-6)
+
+
+def list_traced_operators(*overrides: str) -> set[str]:
+    """Names of what a step of a model with experts runs on a rank of two that share them."""
+    run = compose_run_config("model=moe_tiny", "gpus=2", "strategy=mesh", "strategy.expert=2", *overrides)
+    trace = trace_step(build_trace_key(run), 1)
+    return {kernel.operator.removeprefix("aten.") for segment in trace.segments for kernel in segment.kernels}
+
+
+def test_rows_are_gathered_forward_and_backward() -> None:
+    """Nothing is added up row by row in a tensor of zeros."""
+    assert not {"index_put", "index_put_"} & list_traced_operators()
+
+
+@pytest.mark.slow
+def test_what_is_between_products_of_experts_is_compiled_where_tokens_are_sent() -> None:
+    activation = {"silu", "silu_backward"}
+    assert activation <= list_traced_operators()
+    assert not activation & list_traced_operators("compile=true")
 
 
 def count_tokens(routing: Routing, num_experts: int, length: int, num_choices: int) -> list[int]:
