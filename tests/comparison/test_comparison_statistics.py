@@ -89,6 +89,7 @@ def test_equal_code_raises_a_false_alarm_in_less_than_one_comparison_of_a_hundre
     assert is_within_chance(measure_alarm_rate(count, configurations, repeats, 0.01, kind=kind), 0.01, count)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_false_alarms_stay_rare_among_fifty_configurations_that_scatter_differently():
     assert is_within_chance(measure_alarm_rate(150, 50, 5, 0.03, unlike=0.5), 0.01, 150)

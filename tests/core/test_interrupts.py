@@ -177,7 +177,13 @@ def list_listening_addresses(pid: int) -> set[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", [("strategy=ddp",), ("strategy=fsdp", "strategy.sharding_factor=2")])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        pytest.param(("strategy=ddp",), marks=pytest.mark.long),
+        ("strategy=fsdp", "strategy.sharding_factor=2"),
+    ],
+)
 def test_a_run_on_one_machine_listens_on_loopback_alone(tmp_path, strategy):
     gpus = "gpus=4" if len(strategy) > 1 else "gpus=2"
     process = SweepProcess(tmp_path / "store", *FAKE_MODEL_OVERRIDES, *strategy, gpus, "+model.fault=hang:forward:0:1")

@@ -49,7 +49,7 @@ def compute_gradients(
 
 
 @pytest.mark.parametrize("model_name", MODELS)
-@pytest.mark.parametrize("checkpointing", ["none", "full", "operators"])
+@pytest.mark.parametrize("checkpointing", ["none", "full", pytest.param("operators", marks=pytest.mark.long)])
 def test_gradients_are_the_same_and_no_weight_moves(model_name: str, checkpointing: str) -> None:
     transfer = CountingTransfer()
     model, gradients = compute_gradients(model_name, checkpointing, transfer)

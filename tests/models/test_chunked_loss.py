@@ -36,7 +36,7 @@ def compute_gradients(model_name: str, num_chunks: int | None) -> tuple[float, d
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("num_chunks", [2, 8, 64])
+@pytest.mark.parametrize("num_chunks", [2, *(pytest.param(count, marks=pytest.mark.long) for count in (8, 64))])
 def test_loss_and_gradients_are_those_of_all_logits_at_once(model: str, num_chunks: int) -> None:
     """Of 21 positions no number of chunks makes equal parts."""
     whole_loss, whole_gradients = compute_gradients(model, None)

@@ -44,7 +44,7 @@ def test_the_papers_model_has_the_parameters_that_the_fsdp_paper_states() -> Non
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full", "selective", "operators", "every_2"])
-@pytest.mark.parametrize("option", ["dhen_tiny", "dhen"])
+@pytest.mark.parametrize("option", ["dhen_tiny", pytest.param("dhen", marks=pytest.mark.long)])
 def test_flops_agree_with_torchs_counter(option: str, checkpointing: str) -> None:
     family = build_family(option)
     model = family.build_model().train()

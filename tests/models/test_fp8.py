@@ -354,7 +354,7 @@ def list_block_products(run: tuple[str, ...]) -> tuple[list[KernelRecord], list[
 @pytest.mark.parametrize(
     "model",
     [
-        pytest.param(SMALL_GPT, id="gpt"),
+        pytest.param(SMALL_GPT, id="gpt", marks=pytest.mark.long),
         pytest.param(SMALL_LLAMA, id="llama", marks=pytest.mark.long),
         pytest.param(SMALL_MOE, id="moe", marks=pytest.mark.long),
     ],

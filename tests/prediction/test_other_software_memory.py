@@ -102,8 +102,11 @@ def measure_peak(config: RunConfig, compute_loss: Callable[[torch.nn.Module, Any
 
 @pytest.mark.parametrize(
     "settings",
-    [MANY_LOGITS, WIDE_LAYERS, (*MANY_LOGITS, "gradient_accumulation=2")],
-    ids=["many logits", "wide layers", "two micro-batches"],
+    [
+        pytest.param(MANY_LOGITS, id="many logits"),
+        pytest.param(WIDE_LAYERS, id="wide layers"),
+        pytest.param((*MANY_LOGITS, "gradient_accumulation=2"), id="two micro-batches", marks=pytest.mark.long),
+    ],
 )
 @pytest.mark.parametrize(("loss", "compute_loss"), [(FREED, let_go), (IN_PLACE, write_over)], ids=["freed", "in place"])
 def test_peaks_of_other_losses_are_those_of_loops_that_compute_them(

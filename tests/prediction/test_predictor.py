@@ -326,6 +326,7 @@ def test_throughput_hardly_falls_with_the_number_of_gpus():
     assert 0 < falls[16] < falls[8] < 0.12
 
 
+@pytest.mark.long
 def test_what_other_streams_use_of_fsdp1_is_what_a_gpu_measured():
     """Rank 0 of GPT-175B and T5-11B on an H100: what is active but not allocated, which nothing is fitted to."""
     rows = [

@@ -136,7 +136,7 @@ def test_a_model_traced_with_few_blocks_is_the_whole_model(model, checkpointing,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("checkpointing", ["full", "every_2"])
+@pytest.mark.parametrize("checkpointing", [pytest.param("full", marks=pytest.mark.long), "every_2"])
 def test_few_blocks_are_the_whole_model_where_several_come_before_those_that_repeat(checkpointing):
     latents = {"kv_rank": 16, "rotary_size": 8, "head_size": 16, "num_kv_heads": 4, "num_shared_experts": 1}
     dense = {"num_dense_layers": 3, "dense_intermediate_size": 96, "num_layers": 13}
@@ -456,6 +456,7 @@ sys.exit([segment.changes for segment in first.segments] != [segment.changes for
 """
 
 
+@pytest.mark.long
 def test_the_first_trace_of_a_process_holds_nothing_of_what_it_imported():
     """torch's compiler makes tensors as it is imported."""
     subprocess.run([sys.executable, "-c", TRACED_TWICE], cwd=ROOT, check=True)
@@ -475,6 +476,7 @@ sys.exit(not cpu_vec_isa.pick_vec_isa())
 """
 
 
+@pytest.mark.long
 def test_after_a_trace_of_compiled_blocks_torch_compiles_with_vector_instructions():
     """It remembers which the processor has, and kernels are traced without."""
     subprocess.run([sys.executable, "-c", TRACED_COMPILED], cwd=ROOT, check=True)

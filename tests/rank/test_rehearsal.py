@@ -100,7 +100,7 @@ def engine_of(config: RunConfig) -> Engine:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.long)])
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp1"])
 def test_gathered_parameters_hold_sensible_values(strategy: str, precision: str) -> None:
     """In the forward pass of 512 ranks no weight is zero, none is no number, and they are as large as true ones."""

@@ -1,4 +1,5 @@
-"""A store of 20,000 runs: planning, loading and writing stay fast. Limits are several times what a quiet machine takes.
+"""A store of 5,000 runs, or of 20,000 with SCALE=1: planning, loading and writing stay fast. Limits are several times
+what was seen.
 
 Measured on two cores with 100,000 runs of 6 KB each: 4,000 look-ups 0.8 s, the first `load` 16 s, the next ones 2.5 s,
 one `write` 5 ms.
@@ -20,12 +21,12 @@ import pytest
 from bench import records
 from bench.records import reading
 from bench.records.schema import FORMAT_VERSION
-from tests.conftest import limit_cpu_time
+from tests.conftest import FULL_SCALE, limit_cpu_time
 from tests.records_fixture import make_record
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
-NUM_RUNS = 20_000
+NUM_RUNS = 20_000 if FULL_SCALE else 5_000
 
 
 @pytest.fixture(scope="module")
@@ -56,15 +57,15 @@ def test_looking_up_thousands_of_runs_is_fast(store):
 
 def test_loading_again_parses_only_what_is_new(store, monkeypatch):
     monkeypatch.setattr(reading, "MIN_FILE_AGE_NS", 0)
-    with limit_cpu_time(1500):
+    with limit_cpu_time(1500 if FULL_SCALE else 400):
         first = records.load(store)
     assert first["run_id"].nunique() == NUM_RUNS
-    with limit_cpu_time(300):
+    with limit_cpu_time(300 if FULL_SCALE else 100):
         second = records.load(store)
     pd.testing.assert_frame_equal(first, second)
 
     records.write_row(store, make_record(repeat=1000))
-    with limit_cpu_time(300):
+    with limit_cpu_time(300 if FULL_SCALE else 100):
         third = records.load(store)
     assert len(third) == NUM_RUNS + 1
     assert third[third["run_id"] != make_record(repeat=1000)["run_id"]].reset_index(drop=True).equals(first)

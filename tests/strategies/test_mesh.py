@@ -148,7 +148,7 @@ def test_experts_together_with_all_else_train_like_one_process(execute: Execute)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("routing", ["balanced", "router"])
+@pytest.mark.parametrize("routing", [pytest.param("balanced", marks=pytest.mark.long), "router"])
 def test_whole_experts_on_tensor_parallel_ranks_train_like_one_process(execute: Execute, routing: str) -> None:
     model = (*MODELS["moe"], f"model.routing={routing}", CLIP)
     check_like_one_process(execute, model, 4, WITH_WHOLE_EXPERTS, rel=1e-6)  # partial gradients of routers: 4e-6
@@ -166,8 +166,9 @@ def build_latent_model(architecture: str, *fields: str) -> tuple[str, ...]:
     return (*SMALL_MOE, *(f"model.{field}" for field in (*LATENT_MODELS[architecture], *fields)), CLIP)
 
 
+@pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", [pytest.param("deepseek_v2", marks=pytest.mark.long), "deepseek_v3"])
+@pytest.mark.parametrize("architecture", LATENT_MODELS)
 def test_attention_of_latents_is_divided_by_heads_and_trains_like_one_process(
     execute: Execute, architecture: str
 ) -> None:
@@ -191,6 +192,7 @@ def test_compiled_attention_of_latents_trains_like_one_process(execute: Execute)
     check_like_one_process(execute, model, 2, {"tp2+sequence+whole_experts": SPREAD})
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_gradients_are_clipped_by_the_norm_of_all_ranks(execute: Execute) -> None:
     layouts = {**EIGHT, **EIGHT_WITH_EXPERTS}
@@ -211,6 +213,7 @@ def test_every_schedule_trains_like_one_process(execute: Execute, family: str, d
     check_like_one_process(execute, (*MODELS[family], "model.num_layers=4"), 4, layouts)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_heads_that_share_keys_are_divided_and_train_like_one_process(execute: Execute) -> None:
     """Four heads for queries and two for keys: two ranks have one of those each, four ranks one each twice."""

@@ -74,7 +74,9 @@ def test_no_more_than_one_parameter_is_on_the_device_at_a_time_and_no_frozen_one
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", [SMALL_T5, SMALL_GPT], ids=["t5", "gpt"])
+@pytest.mark.parametrize(
+    "model", [pytest.param(SMALL_T5, id="t5", marks=pytest.mark.long), pytest.param(SMALL_GPT, id="gpt")]
+)
 def test_a_step_with_offloading_computes_what_one_without_does(model: tuple[str, ...]) -> None:
     """One process and torch's offloading on a CPU, which a run refuses: everything but the way to another device."""
     losses = []

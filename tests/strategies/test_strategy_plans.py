@@ -238,7 +238,8 @@ def test_parameters_are_known_in_the_order_of_the_model(model, together, apart):
     [
         *((model, 2, stage) for model in DEEP for stage in (0, 1)),
         *(("moe_tiny", 3, stage) for stage in (1, 2)),  # one that has neither the first block nor the last
-        *(("moe_tiny", 8, stage) for stage in (0, 1, 2, 7)),  # two or three blocks each
+        # Two or three blocks each.
+        *(pytest.param("moe_tiny", 8, stage, marks=pytest.mark.long) for stage in (0, 1, 2, 7)),
     ],
 )
 def test_a_stages_parameters_are_known_in_the_order_of_its_module(model, stages, stage):
