@@ -299,6 +299,9 @@ def _build_program(
     from torch._inductor.graph import GraphLowering
     from torch._inductor.virtualized import V
 
+    overlaps_products = overlaps_products and _has_collectives(
+        graph
+    )  # else torch warns that there is nothing to overlap
     view_to_reshape(graph)
     with torch.no_grad():
         fake_mode = fake_tensor_prop(graph, inputs)
@@ -320,6 +323,10 @@ def _build_program(
         _report_output_strides(lowering)
         source = lowering.codegen()[0].value
     return _load_program(source, lowering.constants)
+
+
+def _has_collectives(graph: fx.GraphModule) -> bool:
+    return any(getattr(node.target, "namespace", None) == "_c10d_functional" for node in graph.graph.nodes)
 
 
 def _report_output_strides(lowering: Any) -> None:
