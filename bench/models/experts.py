@@ -145,12 +145,20 @@ class CompiledAlone(nn.Module):
     """A part of a layer without parameters, which torch compiles also where the layer around it cannot be compiled."""
 
 
-class TokenSpreading(CompiledAlone):
-    """A row for each expert of each token, sorted by expert."""
+class TokenPermutation(CompiledAlone):
+    """Copies tokens to rows, one for each of their experts, sorted by expert."""
 
     def forward(self, hidden: torch.Tensor, order: torch.Tensor, inverse_order: torch.Tensor) -> torch.Tensor:
-        """Rows, shape (tokens x experts per token, width), of tokens, shape (tokens, width)."""
-        rows: torch.Tensor = _SpreadTokens.apply(hidden, order, inverse_order)
+        """Rows, shape (tokens x experts per token, width), of tokens, shape (tokens, width).
+
+        Parameters
+        ----------
+        order: tensor
+            For each row the token's choice that it is, choices counted through all tokens; shape (rows,).
+        inverse_order: tensor
+            For each choice its row; the same shape.
+        """
+        rows: torch.Tensor = _PermuteTokens.apply(hidden, order, inverse_order)
         return rows
 
 
@@ -167,8 +175,8 @@ class ExpertActivation(CompiledAlone):
         return activated
 
 
-class ExpertCombination(CompiledAlone):
-    """The sum over the experts of each token, by weight."""
+class TokenUnpermutation(CompiledAlone):
+    """Adds up the rows of each token, by the weights of their experts."""
 
     def forward(
         self, rows: torch.Tensor, weights: torch.Tensor, order: torch.Tensor, inverse_order: torch.Tensor
@@ -197,7 +205,7 @@ class _PermuteRows(torch.autograd.Function):
         return grads[0][inverse_order], None, None
 
 
-class _SpreadTokens(torch.autograd.Function):
+class _PermuteTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, order: torch.Tensor, inverse_order: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(inverse_order)
@@ -216,7 +224,7 @@ def prepare_experts(model: Any, routing: Routing) -> None:
     all_experts = list_experts(model)
     for experts in all_experts:
         experts._bench_routing = routing
-        experts.spreading, experts.combination = TokenSpreading(), ExpertCombination()
+        experts.permutation, experts.unpermutation = TokenPermutation(), TokenUnpermutation()
         experts.activation = ExpertActivation(experts)
     if all_experts:
         model.get_decoder().register_forward_pre_hook(routing.note_sequence_length, with_kwargs=True)
@@ -274,13 +282,13 @@ def compute_grouped_experts(
         hidden, weights = division.prepare_inputs(hidden, weights)
     row_experts, order = routed_experts.flatten().sort(stable=True)
     inverse_order = order.argsort()
-    rows = experts.spreading(hidden, order, inverse_order)
+    rows = experts.permutation(hidden, order, inverse_order)
     rows = (
         compute_sorted_rows(experts, rows, row_experts, experts.num_experts)
         if division is None
         else division.compute_rows(experts, rows, row_experts)
     )
-    result = experts.combination(rows, weights, order, inverse_order).to(hidden.dtype)
+    result = experts.unpermutation(rows, weights, order, inverse_order).to(hidden.dtype)
     return result if division is None else division.finish_outputs(result)
 
 

@@ -299,9 +299,8 @@ def _build_program(
     from torch._inductor.graph import GraphLowering
     from torch._inductor.virtualized import V
 
-    overlaps_products = overlaps_products and _has_collectives(
-        graph
-    )  # else torch warns that there is nothing to overlap
+    # Where there is nothing to overlap torch would warn of it.
+    overlaps_products = overlaps_products and _has_collectives(graph)
     view_to_reshape(graph)
     with torch.no_grad():
         fake_mode = fake_tensor_prop(graph, inputs)
