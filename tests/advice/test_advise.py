@@ -332,6 +332,7 @@ def test_hybrid_sharding_stays_within_a_node(capsys):
     assert hybrid["best"]["sharding_factor"] == 8 == advice_case["question"]["gpus_per_node"]
 
 
+@pytest.mark.long
 def test_a_cpu_with_too_little_memory_for_what_is_offloaded(capsys):
     advice_case = read_case(
         capsys, *MODEL_OVERRIDES, *DECISION_PATHS["one GPU that does not"][0], "hardware.host.memory_gib=0.1"

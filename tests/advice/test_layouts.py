@@ -346,6 +346,7 @@ def test_what_is_slower_than_a_layout_is_left_out_and_changes_no_threshold(monke
     assert find_gpu_threshold(as_if_best, {}) == threshold
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_of_a_global_batch_only_what_can_be_faster_is_looked_at_closely() -> None:
     settings = {"model": "llama3_8b", "hardware": "a100_40gb", "gpus": "16", "precision": "bf16"}

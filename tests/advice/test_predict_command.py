@@ -251,6 +251,7 @@ def test_a_knob_of_one_strategy_asks_for_that_strategy(capsys):
     assert {row["strategy"] for row in buckets["sections"][0]["ranked"]} == {"ddp"}
 
 
+@pytest.mark.long
 def test_several_losses_are_compared_in_one_table(capsys):
     question = (
         "model=gpt_tiny",
