@@ -83,7 +83,7 @@ def limit_cpu_time(num_parses: float) -> Iterator[None]:
     before_s = measure_cpu_time_s()
     yield
     taken_s, parse_s = measure_cpu_time_s() - before_s, measure_parse_s()
-    assert taken_s < num_parses * parse_s, f"{taken_s:.1f} s, {taken_s / parse_s:.0f} times parsing a file"
+    assert 0 < taken_s < num_parses * parse_s, f"{taken_s:.1f} s, {taken_s / parse_s:.0f} times parsing a file"
 
 
 def compose_run_config(*overrides: str) -> RunConfig:

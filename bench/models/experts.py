@@ -158,7 +158,8 @@ class TokenPermutation(CompiledAlone):
         inverse_order: tensor
             For each choice its row; the same shape.
         """
-        rows: torch.Tensor = _PermuteTokens.apply(hidden, order, inverse_order)
+        num_choices = order.shape[0] // hidden.shape[0]
+        rows: torch.Tensor = _GatherRows.apply(hidden, order // num_choices, inverse_order, num_choices)
         return rows
 
 
@@ -189,38 +190,33 @@ class TokenUnpermutation(CompiledAlone):
 def permute_rows(rows: torch.Tensor, order: torch.Tensor, inverse_order: torch.Tensor) -> torch.Tensor:
     """``rows[order]``, whose gradient is gathered as well: torch, which does not know that each row is taken once, adds
     it up in a tensor of zeros."""
-    permuted: torch.Tensor = _PermuteRows.apply(rows, order, inverse_order)
+    permuted: torch.Tensor = _GatherRows.apply(rows, order, inverse_order, 1)
     return permuted
 
 
-class _PermuteRows(torch.autograd.Function):
+class _GatherRows(torch.autograd.Function):
+    """Rows by their indices, each taken as often as any other; `inverse_order` has where the copies of each are."""
+
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, order: torch.Tensor, inverse_order: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, rows: torch.Tensor, indices: torch.Tensor, inverse_order: torch.Tensor, num_copies: int
+    ) -> torch.Tensor:
         ctx.save_for_backward(inverse_order)
-        return rows[order]
+        ctx.num_copies = num_copies
+        return rows[indices]
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         (inverse_order,) = ctx.saved_tensors
-        return grads[0][inverse_order], None, None
-
-
-class _PermuteTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, order: torch.Tensor, inverse_order: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(inverse_order)
-        ctx.num_choices = order.shape[0] // hidden.shape[0]
-        return hidden[order // ctx.num_choices]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        (inverse_order,) = ctx.saved_tensors
-        return grads[0][inverse_order].unflatten(0, (-1, ctx.num_choices)).sum(dim=1), None, None
+        gradient = grads[0][inverse_order]
+        if ctx.num_copies > 1:
+            gradient = gradient.unflatten(0, (-1, ctx.num_copies)).sum(dim=1)
+        return gradient, None, None, None
 
 
 def prepare_experts(model: Any, routing: Routing) -> None:
-    """Have the experts of a model, if it has some, follow a routing, and do what is between their products in modules
-    of their own."""
+    """Have the experts of a model, if it has some, follow a routing, and do all but their products in modules of their
+    own."""
     all_experts = list_experts(model)
     for experts in all_experts:
         experts._bench_routing = routing

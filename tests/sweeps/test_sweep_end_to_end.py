@@ -459,7 +459,7 @@ def test_thousands_of_rows_load_fast(tmp_path):
         folder = tmp_path / row["run_id"]
         folder.mkdir()
         (folder / "0.json").write_text(json.dumps(row, indent=1))
-    with limit_cpu_time(400):  # 77 seen
+    with limit_cpu_time(225):  # 77 seen
         frame = records.load(tmp_path)
     assert len(frame) == 3000
     assert frame["repeat"].nunique() == 3000
