@@ -2,7 +2,7 @@
 # make sweep   create the environment, run the default sweep, write the report
 # make test    create the environment, run the checks and the tests: three processes share most of them, two have those
 #              with SLURM, and when they are through come, one by one, those that hold processor time against a limit;
-#              of long tests one in 64 runs, others with every commit; the last lines of each part say which tests did
+#              of long tests one in 100 runs, others with every commit; the last lines of each part say which tests did
 #              not run, and why
 # make test-all   the same with all long tests, as does make test-extras LONG_TESTS_ONE_IN=1
 # make quick   the tests that take less than half a second each: a minute on two cores
@@ -47,7 +47,7 @@ APART := $(filter-out tests/launch/test_slurm_units.py tests/launch/test_slurm_p
 TIMING := tests/calibration/test_cpu_times.py tests/prediction/test_answer_times.py
 
 # Long tests: one in so many, drawn anew with every commit.
-test test-extras: export LONG_TESTS_ONE_IN := 64
+test test-extras: export LONG_TESTS_ONE_IN := 100
 
 test-all:
 	$(MAKE) test LONG_TESTS_ONE_IN=1

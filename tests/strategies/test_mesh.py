@@ -147,8 +147,9 @@ def test_experts_together_with_all_else_train_like_one_process(execute: Execute)
     check_like_one_process(execute, MODELS["moe"], 8, EIGHT_WITH_EXPERTS)
 
 
+@pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.parametrize("routing", [pytest.param("balanced", marks=pytest.mark.long), "router"])
+@pytest.mark.parametrize("routing", ["balanced", "router"])
 def test_whole_experts_on_tensor_parallel_ranks_train_like_one_process(execute: Execute, routing: str) -> None:
     model = (*MODELS["moe"], f"model.routing={routing}", CLIP)
     check_like_one_process(execute, model, 4, WITH_WHOLE_EXPERTS, rel=1e-6)  # partial gradients of routers: 4e-6

@@ -30,6 +30,7 @@ from bench.rank.engine import build_engine, build_micro_batches
 from bench.records import Record
 from bench.reporting.drawing import style
 from tests.conftest import ROOT
+from tests.records_fixture import make_record
 
 SOURCES = Path(__file__).parents[1] / "outsiders"
 
@@ -270,13 +271,12 @@ def test_the_legend_has_its_mark(installed: None) -> None:
     assert style.build_palette([variant, ddp])[LABEL].colour == COLOUR
 
 
-def test_a_name_in_a_store_is_never_imported(site: Path, store: Path, tmp_path: Path) -> None:
+def test_a_name_in_a_store_is_never_imported(site: Path, tmp_path: Path) -> None:
     """What a store holds is data: a row of a module that lies in wait is shown, and the module is not touched."""
     traps = tmp_path / "traps"
     traps.mkdir()
     (traps / "trap.py").write_text(f"open({str(tmp_path / 'sprung')!r}, 'w').close()\n")
-    row = records.read_latest_attempts(store).records[0]
-    row |= {"strategy": "trap", "effective_strategy": "trap", "run_id": "0" * 16, "attempt": 0}
+    row = make_record(strategy="trap", effective_strategy="trap", run_id="0" * 16)
     row["config"]["strategy"]["name"] = "trap"
     records.write_row(tmp_path / "store", row)
     path = os.pathsep.join(map(str, (ROOT, site, traps)))
