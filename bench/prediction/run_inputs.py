@@ -8,7 +8,7 @@ from bench.config.run_config import RunConfig
 from bench.prediction.simulation.parameter_layout import ParameterLayout, build_parameter_layout
 from bench.prediction.trace.scaled_trace import ScaledTrace
 from bench.prediction.trace.trace import TraceKey
-from bench.strategies.step_plan import PlanInputs
+from bench.strategies.plan_inputs import PlanInputs
 
 
 def build_trace_key(config: RunConfig) -> TraceKey:

@@ -22,7 +22,8 @@ from bench.strategies.base import BuildOptimizer, WrapContext
 from bench.strategies.framework import FrameworkStepper, FrameworkStrategy, PreparedModules, isolate_environment
 from bench.strategies.fsdp.plan import FSDP2Plan
 from bench.strategies.fsdp1.strategy import BACKWARD_PREFETCH_MODES
-from bench.strategies.step_plan import PlanInputs, StepPlan
+from bench.strategies.plan_inputs import PlanInputs
+from bench.strategies.step_plan import StepPlan
 from bench.strategies.stepper import Stepper
 
 ENVIRONMENT_PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")

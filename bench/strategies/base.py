@@ -24,16 +24,9 @@ from bench.models.materialize import Materializer
 from bench.optimizers.updated_tensor import WHOLE_TENSORS
 from bench.strategies.pipeline.schedule import Timetable
 from bench.strategies.pipeline.step_plans import StagePlan, StageUnits
+from bench.strategies.plan_inputs import PlanInputs
 from bench.strategies.requirements import parse_rank_count
-from bench.strategies.step_plan import (
-    REPLICA_GROUP,
-    SHARD_GROUP,
-    TENSOR_GROUP,
-    WORLD_GROUP,
-    GroupDim,
-    PlanInputs,
-    StepPlan,
-)
+from bench.strategies.step_plan import REPLICA_GROUP, SHARD_GROUP, TENSOR_GROUP, WORLD_GROUP, GroupDim, StepPlan
 from bench.strategies.stepper import Stepper
 from bench.strategies.tensor_parallel.split import TensorParallelSplit
 

@@ -18,6 +18,7 @@ from bench.core.presentation import Presentation, TrainingTerm
 from bench.core.units import MIB
 from bench.optimizers import UpdatedTensor
 from bench.strategies.base import StepSettings, Strategy, WrapContext
+from bench.strategies.plan_inputs import ParameterSpec, PlanInputs, ShardingUnit
 from bench.strategies.requirements import require_stored_reduce_dtype, require_unsharded
 from bench.strategies.step_plan import (
     ALL_GATHER_MEMORY,
@@ -28,11 +29,8 @@ from bench.strategies.step_plan import (
     REDUCE_STREAM,
     REDUCTION_MEMORY,
     WORLD_GROUP,
-    ParameterSpec,
     PlanDevice,
-    PlanInputs,
     ReplicatedPlan,
-    ShardingUnit,
     StepPlan,
     name_unit_gradients,
 )

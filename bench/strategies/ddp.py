@@ -19,6 +19,7 @@ from bench.core.typed_config import OneOf, Within
 from bench.core.units import MIB
 from bench.strategies import powersgd
 from bench.strategies.base import Strategy, WrapContext
+from bench.strategies.plan_inputs import ParameterSpec, PlanInputs, ShardingUnit
 from bench.strategies.powersgd import MIN_POWERSGD_START_ITER, PowerSGDPlan
 from bench.strategies.requirements import require_stored_reduce_dtype, require_unsharded
 from bench.strategies.step_plan import (
@@ -27,11 +28,8 @@ from bench.strategies.step_plan import (
     REDUCE_STREAM,
     REDUCTION_MEMORY,
     WORLD_GROUP,
-    ParameterSpec,
     PlanDevice,
-    PlanInputs,
     ReplicatedPlan,
-    ShardingUnit,
     StepPlan,
     name_unit_gradients,
 )

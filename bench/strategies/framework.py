@@ -22,9 +22,10 @@ from bench.strategies.base import Strategy
 from bench.strategies.ddp import BUCKET_MB_RANGE, DDPStrategy
 from bench.strategies.fsdp.strategy import FSDP2Strategy
 from bench.strategies.fsdp1.strategy import BACKWARD_PREFETCH_MODES, FSDP1Strategy
+from bench.strategies.plan_inputs import PlanInputs
 from bench.strategies.requirements import require_stored_reduce_dtype
 from bench.strategies.sharding import BLOCKS_PER_UNIT_RANGE
-from bench.strategies.step_plan import PlanInputs, StepPlan
+from bench.strategies.step_plan import StepPlan
 from bench.strategies.stepper import Stepper
 
 PLAIN_STRATEGIES: dict[str, type[Strategy]] = {"ddp": DDPStrategy, "fsdp": FSDP2Strategy, "fsdp1": FSDP1Strategy}

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from bench.strategies.step_plan import REDUCE_STREAM, REDUCTION_MEMORY, WORLD_GROUP, ParameterSpec, PlanDevice
+from bench.strategies.plan_inputs import ParameterSpec
+from bench.strategies.step_plan import REDUCE_STREAM, REDUCTION_MEMORY, WORLD_GROUP, PlanDevice
 
 MIN_COMPRESSION_RATE = 2
 """A matrix is sent as factors if they are less than 1 / this of it (torch's default)."""

@@ -18,6 +18,7 @@ from bench.core.precision import PARAMETER_MIXING as MIXED_PARAMETERS
 from bench.core.typed_config import Within
 from bench.optimizers.updated_tensor import DTENSORS
 from bench.strategies.base import BuildOptimizer, Strategy, WrapContext
+from bench.strategies.plan_inputs import ParameterSpec, PlanInputs, ShardingUnit
 from bench.strategies.requirements import require_packed_bits
 from bench.strategies.step_plan import (
     ALL_GATHER_MEMORY,
@@ -29,10 +30,7 @@ from bench.strategies.step_plan import (
     REPLICA_GROUP,
     REPLICA_STREAM,
     SHARD_GROUP,
-    ParameterSpec,
     PlanDevice,
-    PlanInputs,
-    ShardingUnit,
     StepPlan,
     allocate_optimizer_state,
     compute_optimizer_bytes,

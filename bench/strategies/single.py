@@ -9,8 +9,9 @@ from torch import nn
 from bench.core.errors import ImpossibleError
 from bench.core.presentation import Presentation, TrainingOption, TrainingTerm
 from bench.strategies.base import Strategy, WrapContext
+from bench.strategies.plan_inputs import PlanInputs
 from bench.strategies.requirements import require_unsharded
-from bench.strategies.step_plan import PlanInputs, ReplicatedPlan, StepPlan
+from bench.strategies.step_plan import ReplicatedPlan, StepPlan
 
 
 @dataclass(frozen=True)

@@ -17,16 +17,9 @@ from bench.core.presentation import Presentation, TrainingOption, TrainingTerm
 from bench.optimizers import UpdatedTensor
 from bench.strategies.base import BuildOptimizer, Strategy
 from bench.strategies.ddp import DDPPlan, DDPStrategy
+from bench.strategies.plan_inputs import ParameterSpec, PlanInputs
 from bench.strategies.requirements import parse_rank_count
-from bench.strategies.step_plan import (
-    ALL_GATHER_STREAM,
-    SHARD_GROUP,
-    WORLD_GROUP,
-    ParameterSpec,
-    PlanDevice,
-    PlanInputs,
-    StepPlan,
-)
+from bench.strategies.step_plan import ALL_GATHER_STREAM, SHARD_GROUP, WORLD_GROUP, PlanDevice, StepPlan
 
 DIVIDED_OPTIMIZER_MODULE = "torch.distributed.optim"
 """Which brings torch's compiler along: half a second."""

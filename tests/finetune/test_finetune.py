@@ -26,7 +26,7 @@ from bench.predict import main
 from bench.prediction.predictor import predict_run
 from bench.prediction.run_inputs import build_trace_key
 from bench.prediction.simulation.parameter_layout import build_parameter_layout
-from bench.prediction.trace.trace_recorder import trace_step
+from bench.prediction.trace.step_trace import trace_step
 from bench.reporting.page.rerun_command import list_overrides
 from tests.conftest import CPU, SMALL_GPT, SMALL_T5, compose_run_config, needs
 from tests.models.test_hf import CONFIGS

@@ -17,7 +17,7 @@ from bench.prediction.cost.collectives import ALL_TO_ALL, CollectiveGroup, compu
 from bench.prediction.parameter_facts import find_parameter_facts
 from bench.prediction.predictor import predict_run
 from bench.prediction.run_inputs import build_trace_key
-from bench.prediction.trace.trace_recorder import trace_step
+from bench.prediction.trace.step_trace import trace_step
 from tests.conftest import compose_run_config
 from tests.models.test_models import build_family
 

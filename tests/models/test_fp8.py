@@ -24,8 +24,8 @@ from bench.prediction.predictor import predict_run
 from bench.prediction.run_inputs import build_trace_key
 from bench.prediction.trace.kernels import MATMUL, OPERAND_FORMATS, KernelRecord
 from bench.prediction.trace.stage_trace import trace_stage
+from bench.prediction.trace.step_trace import trace_step
 from bench.prediction.trace.trace import TraceKey
-from bench.prediction.trace.trace_recorder import trace_step
 from bench.sweeps.predict_sweep import refuse_unpredictable
 from tests.conftest import SMALL_GPT, SMALL_LLAMA, SMALL_MOE, SMALL_T5, compose_run_config, needs
 

@@ -16,7 +16,7 @@ from bench.models.moe import EXPERT_COUNT_FIELDS, MixtureOfExpertsFamily
 from bench.models.traced_flops import trace_flops
 from bench.prediction.predictor import predict_runs
 from bench.prediction.run_inputs import build_trace_key
-from bench.prediction.trace.trace_recorder import trace_step
+from bench.prediction.trace.step_trace import trace_step
 from bench.strategies.fsdp.plan import choose_sharded_dimension
 from tests.conftest import compose_run_config
 

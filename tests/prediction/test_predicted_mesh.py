@@ -18,7 +18,7 @@ from bench.prediction.predicted_row import build_predicted_row
 from bench.prediction.prediction import Prediction, TimePrediction
 from bench.prediction.predictor import predict_run, predict_runs
 from bench.prediction.run_inputs import build_trace_key
-from bench.prediction.trace.trace_recorder import trace_step
+from bench.prediction.trace.step_trace import trace_step
 from bench.strategies.mesh.strategy import MeshStrategy
 from bench.strategies.pipeline.schedule import (
     ALL_SCHEDULES,
@@ -287,7 +287,7 @@ def test_layouts_that_divide_layers_alike_share_their_traces() -> None:
 
 @pytest.mark.parametrize("form", ["ring", "all_gather", "all_to_all"])
 def test_each_form_of_context_parallelism_sends_what_it_says(form: str) -> None:
-    from bench.prediction.trace.trace_recorder import trace_step
+    from bench.prediction.trace.step_trace import trace_step
 
     config = meshed(*SMALL_GPT, "gpus=4", "strategy.context=4", f"strategy.context_form={form}")
     events = [event for segment in trace_step(build_trace_key(config), 2).segments for event in segment.collectives]
@@ -308,7 +308,7 @@ def test_each_form_of_context_parallelism_sends_what_it_says(form: str) -> None:
 @pytest.mark.parametrize(("context", "shared_by"), [(2, 2), (4, 1)])
 def test_all_to_all_exchanges_as_few_keys_as_give_every_rank_its_part(context: int, shared_by: int) -> None:
     """Of four heads for queries and two for keys, two ranks exchange two for keys, four ranks four."""
-    from bench.prediction.trace.trace_recorder import trace_step
+    from bench.prediction.trace.step_trace import trace_step
 
     config = meshed(
         "model=llama_tiny", "model.num_layers=1", "sequence_length=64", f"gpus={context}",

@@ -19,7 +19,7 @@ from bench.models.checkpointing import find_block_period
 from bench.prediction.predictor import load_scaled_trace
 from bench.prediction.run_inputs import build_trace_key
 from bench.prediction.simulation.parameter_layout import build_parameter_layout
-from bench.prediction.trace import trace_recorder
+from bench.prediction.trace import step_trace
 from bench.prediction.trace.chunks import (
     SegmentAtBatch,
     build_chunks,
@@ -33,6 +33,7 @@ from bench.prediction.trace.kernel_calls import _is_causal
 from bench.prediction.trace.kernels import ATTENTION, MATMUL
 from bench.prediction.trace.op_recorder import OpRecorder
 from bench.prediction.trace.scaled_trace import build_scaled_trace, list_traced_batch_sizes, scale_kernels
+from bench.prediction.trace.step_trace import trace_step
 from bench.prediction.trace.trace import (
     LOSS_PLACE,
     BlockPlace,
@@ -40,7 +41,6 @@ from bench.prediction.trace.trace import (
     trace_from_plain,
     trace_to_plain,
 )
-from bench.prediction.trace.trace_recorder import trace_step
 from tests.conftest import ROOT
 
 MODELS = ("t5_tiny", "gpt_tiny")
@@ -300,7 +300,7 @@ def test_fake_tensors_that_are_told_apart_sooner_make_the_same_trace(model, prec
         for hardware in ("cpu", "h100_80gb")
     ]
     traces = [trace_step(key, batch_size) for key in keys for batch_size in (1, 2)]
-    monkeypatch.setattr(trace_recorder, "TracingFakeTensorMode", FakeTensorMode)
+    monkeypatch.setattr(step_trace, "TracingFakeTensorMode", FakeTensorMode)
     assert [trace_step(key, batch_size) for key in keys for batch_size in (1, 2)] == traces
 
 

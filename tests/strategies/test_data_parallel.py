@@ -27,7 +27,7 @@ from bench.prediction.cost.collectives import CollectiveGroup, compute_collectiv
 from bench.prediction.predictor import _simulate_period, predict_run
 from bench.rank.memory_probe import CpuMemoryProbe
 from bench.strategies.data_parallel import AutocastModule
-from bench.strategies.step_plan import ParameterSpec, PlanInputs, ShardingUnit
+from bench.strategies.plan_inputs import ParameterSpec, PlanInputs, ShardingUnit
 from tests.conftest import SMALL_GPT, SMALL_T5, compose_run_config
 from tests.strategies.test_strategy_plans import Notebook
 

@@ -23,7 +23,8 @@ from bench.prediction.predictor import predict_run
 from bench.prediction.simulation.simulated_rank import RankSpeed, SimulatedRank
 from bench.run import main
 from bench.strategies.deepspeed.stages_0_to_2 import find_ranks_of_parameters
-from bench.strategies.step_plan import ParameterSpec, PlanInputs, ShardingUnit, StepPlan
+from bench.strategies.plan_inputs import ParameterSpec, PlanInputs, ShardingUnit
+from bench.strategies.step_plan import StepPlan
 from tests.conftest import ROOT, SMALL_GPT, SMALL_LLAMA, SMALL_MOE, SMALL_T5, compose_run_config, needs
 from tests.strategies.test_strategy_plans import Notebook, config, plan_of, step
 

@@ -19,8 +19,8 @@ from bench.prediction.predictor import predict_run
 from bench.rank.engine import build_engine, build_micro_batches
 from bench.rank.rehearsal_group import init_rehearsal_group
 from bench.records.schema import COLUMNS
+from bench.strategies.plan_inputs import ParameterSpec, PlanInputs, ShardingUnit
 from bench.strategies.sharding import UploadingOptimizer
-from bench.strategies.step_plan import ParameterSpec, PlanInputs, ShardingUnit
 from tests.conftest import SMALL_GPT, SMALL_T5, compose_run_config
 from tests.strategies.test_strategy_plans import Notebook, config, plan_of, step
 

@@ -15,8 +15,8 @@ from bench.core.errors import ImpossibleError, UsageError
 from bench.prediction.predictor import predict_run
 from bench.rank.rehearsal_group import init_rehearsal_group
 from bench.strategies import powersgd
+from bench.strategies.plan_inputs import ParameterSpec, PlanInputs, ShardingUnit
 from bench.strategies.powersgd import PowerSGDPlan
-from bench.strategies.step_plan import ParameterSpec, PlanInputs, ShardingUnit
 from tests.conftest import SMALL_GPT, SMALL_T5, compose_run_config
 from tests.finetune.test_finetune import needs_peft
 from tests.strategies.test_strategy_plans import Notebook, config, plan_of, step

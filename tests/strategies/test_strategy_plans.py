@@ -19,6 +19,7 @@ from bench.prediction.trace.stage_trace import StageTraceKey, list_stage_blocks,
 from bench.prediction.trace.trace import trace_from_plain, trace_to_plain
 from bench.strategies.base import Strategy
 from bench.strategies.pipeline.schedule import Timetable
+from bench.strategies.plan_inputs import ParameterSpec, PlanInputs, ShardingUnit
 from bench.strategies.step_plan import (
     GRADIENTS_HANDLED_ONE_BY_ONE,
     GRADIENTS_KEPT,
@@ -26,9 +27,6 @@ from bench.strategies.step_plan import (
     REPLICA_GROUP,
     SHARD_GROUP,
     WORLD_GROUP,
-    ParameterSpec,
-    PlanInputs,
-    ShardingUnit,
     StepPlan,
     name_unit_gradients,
 )

@@ -26,7 +26,7 @@ from bench.prediction.predictor import predict_run
 from bench.prediction.run_inputs import build_trace_key
 from bench.prediction.simulation.parameter_layout import build_parameter_layout
 from bench.prediction.trace.fake_process_group import split_model
-from bench.prediction.trace.trace_recorder import trace_step
+from bench.prediction.trace.step_trace import trace_step
 from bench.strategies.step_plan import REPLICA_GROUP, SHARD_GROUP, TENSOR_GROUP, WORLD_GROUP
 from bench.strategies.tensor_parallel.split import TensorParallelSplit
 from tests.conftest import SMALL_GPT, SMALL_LLAMA, SMALL_MOE, SMALL_T5, compose_run_config

@@ -34,7 +34,8 @@ from bench.strategies.pipeline.schedule import (
     Timetable,
 )
 from bench.strategies.pipeline.step_plans import StagePlan, name_stage_gradients
-from bench.strategies.step_plan import GRADIENT_MEMORY, PARAMETER_MEMORY, PIPELINE_GROUP, PlanInputs, ShardingUnit
+from bench.strategies.plan_inputs import PlanInputs, ShardingUnit
+from bench.strategies.step_plan import GRADIENT_MEMORY, PARAMETER_MEMORY, PIPELINE_GROUP
 
 UNTIMED_SPEED = RankSpeed()
 """Memory is the same at any pace."""

@@ -43,7 +43,7 @@ from bench.prediction.trace.trace import BlockPlace, GradientEvent, LocatedParam
 from bench.prediction.trace.trace_cache import HashableHardware, load_scaled_trace
 from bench.strategies.pipeline.schedule import FORWARD, Timetable
 from bench.strategies.pipeline.step_plans import StagePlan, StageUnits, find_tied_parameters
-from bench.strategies.step_plan import ParameterSpec, ShardingUnit
+from bench.strategies.plan_inputs import ParameterSpec, ShardingUnit
 
 
 @dataclass(frozen=True)

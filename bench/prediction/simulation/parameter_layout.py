@@ -14,9 +14,9 @@ from bench.models.checkpointing import BlockPositions, find_block_period
 from bench.models.experts import find_spread_experts, list_experts
 from bench.optimizers import find_hidden_matrices
 from bench.prediction.trace.fake_process_group import split_model
+from bench.prediction.trace.step_trace import locate_parameters, shorten_for_trace
 from bench.prediction.trace.trace import LOSS_PLACE, BlockPlace
-from bench.prediction.trace.trace_recorder import locate_parameters, shorten_for_trace
-from bench.strategies.step_plan import ParameterSpec, ShardingUnit
+from bench.strategies.plan_inputs import ParameterSpec, ShardingUnit
 from bench.strategies.tensor_parallel.split import TensorParallelSplit, find_local_shape
 
 ROOT_LABEL, LOSS_LABEL = "outside the blocks", "loss"

@@ -20,13 +20,7 @@ from bench.prediction.simulation.rank_memory import RankMemory
 from bench.prediction.trace.chunks import Chunk
 from bench.prediction.trace.kernels import FloatArray
 from bench.prediction.trace.trace import BlockPlace
-from bench.strategies.step_plan import (
-    ALL_GATHER_MEMORY,
-    COMPUTE_STREAM,
-    NCCL_STREAM,
-    REDUCE_INPUT,
-    REDUCTION_MEMORY,
-)
+from bench.strategies.step_plan import ALL_GATHER_MEMORY, COMPUTE_STREAM, NCCL_STREAM, REDUCE_INPUT, REDUCTION_MEMORY
 
 CollectiveSeconds = Callable[[str, float, str], float]
 """Time of a collective: kind, bytes, group."""

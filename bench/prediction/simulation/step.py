@@ -14,13 +14,12 @@ from bench.prediction.simulation.repetition import Repetition
 from bench.prediction.simulation.simulated_rank import SimulatedRank
 from bench.prediction.trace.chunks import Chunk, SegmentAtBatch, expand_to_full_depth, merge_chunks
 from bench.prediction.trace.trace import END_PHASE, LOSS_PLACE
+from bench.strategies.plan_inputs import ParameterSpec, ShardingUnit
 from bench.strategies.step_plan import (
     ALL_GATHER_STREAM,
     GRADIENT_MEMORY,
     GRADIENTS_HANDLED_ONE_BY_ONE,
     GRADIENTS_KEPT,
-    ParameterSpec,
-    ShardingUnit,
     StepPlan,
     name_unit_gradients,
 )

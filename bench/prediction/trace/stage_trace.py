@@ -27,6 +27,7 @@ from bench.prediction.trace.device_operators import use_device_operators
 from bench.prediction.trace.fake_process_group import split_model
 from bench.prediction.trace.fake_tensors import TracingFakeTensorMode
 from bench.prediction.trace.ring_attention import trace_ring_attention
+from bench.prediction.trace.step_trace import build_traced_loss, count_traced_blocks, fill_with_fake_tensors
 from bench.prediction.trace.trace import (
     LOSS_PLACE,
     BlockPlace,
@@ -37,13 +38,8 @@ from bench.prediction.trace.trace import (
     TraceSegment,
     sort_simultaneous_frees,
 )
-from bench.prediction.trace.trace_recorder import (
-    TraceRecorder,
-    build_traced_loss,
-    count_traced_blocks,
-    fill_with_fake_tensors,
-)
-from bench.strategies.step_plan import ParameterSpec
+from bench.prediction.trace.trace_recorder import TraceRecorder
+from bench.strategies.plan_inputs import ParameterSpec
 from bench.strategies.tensor_parallel.split import TensorParallelSplit, find_local_shape, localize_parameters
 
 SPARE_TRACED_BLOCKS = 2

@@ -13,7 +13,8 @@ from bench.core.precision import Precision
 from bench.models import Family
 from bench.models.checkpointing import find_block_period
 from bench.prediction.trace.kernels import KernelRecord
-from bench.strategies.step_plan import TENSOR_GROUP, ParameterSpec
+from bench.strategies.plan_inputs import ParameterSpec
+from bench.strategies.step_plan import TENSOR_GROUP
 from bench.strategies.tensor_parallel.split import TensorParallelSplit
 
 BlockPlace = tuple[int, int] | None

@@ -20,13 +20,13 @@ from bench.prediction.trace.kernels import WIDE_BATCH
 from bench.prediction.trace.resized_trace import can_resize, resize_trace
 from bench.prediction.trace.scaled_trace import ScaledTrace, build_scaled_trace
 from bench.prediction.trace.stage_trace import StageTraceKey, trace_stage
+from bench.prediction.trace.step_trace import trace_step
 from bench.prediction.trace.trace import (
     Trace,
     TraceKey,
     trace_from_plain,
     trace_to_plain,
 )
-from bench.prediction.trace.trace_recorder import trace_step
 
 MIN_TRACES_FOR_PROCESSES = 4
 """Traces to record from which on it pays to share the work among processes."""

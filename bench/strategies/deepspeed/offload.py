@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 
 from bench.strategies.deepspeed.stage_3 import NORM_ITEMSIZE, DeepSpeedStage3Plan, Stage3Knobs
 from bench.strategies.deepspeed.stages_0_to_2 import DeepSpeedStage1And2Plan, name_parameter_gradient
+from bench.strategies.plan_inputs import ParameterSpec, PlanInputs, ShardingUnit
 from bench.strategies.step_plan import (
     ALL_GATHER_MEMORY,
     ALL_GATHER_STREAM,
@@ -24,10 +25,7 @@ from bench.strategies.step_plan import (
     REDUCE_STREAM,
     REDUCTION_MEMORY,
     REPLICA_STREAM,
-    ParameterSpec,
     PlanDevice,
-    PlanInputs,
-    ShardingUnit,
     allocate_optimizer_state,
     compute_optimizer_bytes,
 )

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from bench.optimizers import UpdatedTensor
 from bench.strategies.deepspeed.stages_0_to_2 import name_parameter_gradient
+from bench.strategies.plan_inputs import ParameterSpec, PlanInputs, ShardingUnit
 from bench.strategies.step_plan import (
     ALL_GATHER_MEMORY,
     ALL_GATHER_STREAM,
@@ -23,10 +24,7 @@ from bench.strategies.step_plan import (
     REDUCE_STREAM,
     REDUCTION_MEMORY,
     WORLD_GROUP,
-    ParameterSpec,
     PlanDevice,
-    PlanInputs,
-    ShardingUnit,
     StepPlan,
     allocate_optimizer_state,
 )

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from bench.optimizers import UpdatedTensor
+from bench.strategies.plan_inputs import ParameterSpec, PlanInputs, ShardingUnit
 from bench.strategies.step_plan import (
     ALL_GATHER_STREAM,
     GRADIENT_MEMORY,
@@ -16,11 +17,8 @@ from bench.strategies.step_plan import (
     REDUCE_STREAM,
     REDUCTION_MEMORY,
     WORLD_GROUP,
-    ParameterSpec,
     PlanDevice,
-    PlanInputs,
     ReplicatedPlan,
-    ShardingUnit,
     StepPlan,
     allocate_optimizer_state,
     name_unit_gradients,

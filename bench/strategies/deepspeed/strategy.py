@@ -32,8 +32,9 @@ from bench.strategies.deepspeed.stages_0_to_2 import (
     DeepSpeedStage0Plan,
     DeepSpeedStage1And2Plan,
 )
+from bench.strategies.plan_inputs import PlanInputs
 from bench.strategies.requirements import require_packed_bits, require_sharding_factor, require_stored_reduce_dtype
-from bench.strategies.step_plan import PlanInputs, StepPlan
+from bench.strategies.step_plan import StepPlan
 from bench.strategies.stepper import Stepper
 
 STAGES = (0, 1, 2, 3)

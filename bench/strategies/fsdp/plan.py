@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from bench.optimizers import UpdatedTensor
+from bench.strategies.plan_inputs import ParameterSpec, PlanInputs, ShardingUnit
 from bench.strategies.sharding import ShardedPlan
 from bench.strategies.step_plan import (
     ALL_GATHER_MEMORY,
@@ -19,10 +20,7 @@ from bench.strategies.step_plan import (
     REDUCE_INPUT,
     REDUCE_STREAM,
     REDUCTION_MEMORY,
-    ParameterSpec,
     PlanDevice,
-    PlanInputs,
-    ShardingUnit,
     allocate_copy_in_briefly,
     name_unit_gradients,
 )

@@ -20,11 +20,9 @@ from bench.models.blocks import group_blocks
 from bench.optimizers.updated_tensor import DTENSORS, PARTS
 from bench.strategies.base import BuildOptimizer, Strategy, WrapContext
 from bench.strategies.fsdp.plan import FSDP2Plan, choose_sharded_dimension
+from bench.strategies.plan_inputs import PlanInputs
 from bench.strategies.sharding import ShardingStrategy, UploadingOptimizer
-from bench.strategies.step_plan import (
-    PlanInputs,
-    StepPlan,
-)
+from bench.strategies.step_plan import StepPlan
 
 
 @dataclass(frozen=True)

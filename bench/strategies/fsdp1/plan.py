@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from bench.optimizers import UpdatedTensor
+from bench.strategies.plan_inputs import ParameterSpec, PlanInputs, ShardingUnit
 from bench.strategies.sharding import ShardedPlan
 from bench.strategies.step_plan import (
     ALL_GATHER_MEMORY,
@@ -22,10 +23,7 @@ from bench.strategies.step_plan import (
     REDUCTION_MEMORY,
     SHARD_GROUP,
     WORLD_GROUP,
-    ParameterSpec,
     PlanDevice,
-    PlanInputs,
-    ShardingUnit,
     name_unit_gradients,
 )
 

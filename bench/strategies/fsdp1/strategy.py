@@ -27,11 +27,9 @@ from bench.models.blocks import find_trained_layers, group_blocks
 from bench.optimizers.updated_tensor import FLAT_TENSORS, WHOLE_TENSORS
 from bench.strategies.base import StepSettings, WrapContext
 from bench.strategies.fsdp1.plan import FSDP1Plan
+from bench.strategies.plan_inputs import PlanInputs
 from bench.strategies.sharding import ShardingStrategy
-from bench.strategies.step_plan import (
-    PlanInputs,
-    StepPlan,
-)
+from bench.strategies.step_plan import StepPlan
 
 BACKWARD_PREFETCH_MODES = {"pre": BackwardPrefetch.BACKWARD_PRE, "post": BackwardPrefetch.BACKWARD_POST, "none": None}
 

@@ -29,6 +29,7 @@ from bench.strategies.pipeline.step_plans import (
     StagePlan,
     StageUnits,
 )
+from bench.strategies.plan_inputs import ParameterSpec, PlanInputs, ShardingUnit
 from bench.strategies.step_plan import (
     CONTEXT_GROUP,
     DATA_GROUP,
@@ -43,11 +44,8 @@ from bench.strategies.step_plan import (
     TENSOR_GROUP,
     WORLD_GROUP,
     GroupDim,
-    ParameterSpec,
     PlanDevice,
-    PlanInputs,
     ReplicatedPlan,
-    ShardingUnit,
     StepPlan,
     name_unit_gradients,
 )

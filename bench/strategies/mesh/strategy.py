@@ -63,8 +63,9 @@ from bench.strategies.pipeline.model import TORCH_STAGES_MODULE, PipelinedModel
 from bench.strategies.pipeline.schedule import ALL_SCHEDULES, DUAL_PIPE_V, Timetable
 from bench.strategies.pipeline.schedule_checks import choose_virtual_stages
 from bench.strategies.pipeline.step_plans import StagePlan, StageUnits
+from bench.strategies.plan_inputs import PlanInputs
 from bench.strategies.requirements import require_sharding_factor
-from bench.strategies.step_plan import PIPELINE_GROUP, GroupDim, PlanInputs, StepPlan
+from bench.strategies.step_plan import PIPELINE_GROUP, GroupDim, StepPlan
 from bench.strategies.stepper import Stepper
 from bench.strategies.tensor_parallel.split import TensorParallelSplit, list_local_parameters
 from bench.strategies.zero1 import DIVIDED_OPTIMIZER_MODULE, build_divided_optimizer

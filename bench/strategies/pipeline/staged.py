@@ -34,13 +34,14 @@ from bench.strategies.pipeline.step_plans import (
     StagePlan,
     StageUnits,
 )
+from bench.strategies.plan_inputs import PlanInputs
 from bench.strategies.requirements import (
     list_divisors,
     parse_rank_count,
     require_sharding_factor,
     require_stored_reduce_dtype,
 )
-from bench.strategies.step_plan import DATA_GROUP, PIPELINE_GROUP, GroupDim, PlanInputs
+from bench.strategies.step_plan import DATA_GROUP, PIPELINE_GROUP, GroupDim
 from bench.strategies.stepper import Stepper
 
 SHARDING_FACTOR_BY_STAGES = "stages"

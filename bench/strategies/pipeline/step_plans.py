@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from bench.core.units import MIB
 from bench.optimizers import UpdatedTensor
+from bench.strategies.plan_inputs import ParameterSpec, PlanInputs, ShardingUnit
 from bench.strategies.step_plan import (
     ALL_GATHER_MEMORY,
     DATA_GROUP,
@@ -24,11 +25,8 @@ from bench.strategies.step_plan import (
     REPLICA_GROUP,
     SHARD_GROUP,
     WORLD_GROUP,
-    ParameterSpec,
     PlanDevice,
-    PlanInputs,
     RankPlan,
-    ShardingUnit,
     allocate_copy_in_briefly,
     allocate_optimizer_state,
 )

@@ -29,8 +29,9 @@ from bench.strategies.ddp import BUCKET_MB_RANGE, DDPStrategy
 from bench.strategies.fsdp.strategy import FSDP2Strategy
 from bench.strategies.global_norm import clip_by_global_norm, count_parts
 from bench.strategies.gradient_sync import control_data_parallel_sync
+from bench.strategies.plan_inputs import PlanInputs
 from bench.strategies.requirements import parse_rank_count, require_stored_reduce_dtype
-from bench.strategies.step_plan import PlanInputs, ReplicatedPlan, StepPlan
+from bench.strategies.step_plan import ReplicatedPlan, StepPlan
 from bench.strategies.tensor_parallel.split import TensorParallelSplit, list_local_parameters, localize_parameters
 
 FSDP_KIND, DDP_KIND, NO_DATA_PARALLEL = "fsdp", "ddp", "none"

@@ -20,16 +20,9 @@ from bench.core.typed_config import Within
 from bench.strategies import Strategy, WrapContext
 from bench.strategies.base import BuildOptimizer
 from bench.strategies.ddp import BucketingStrategy, DDPPlan
+from bench.strategies.plan_inputs import ParameterSpec, PlanInputs
 from bench.strategies.requirements import require_stored_reduce_dtype
-from bench.strategies.step_plan import (
-    PARAMETER_MEMORY,
-    REDUCE_STREAM,
-    WORLD_GROUP,
-    ParameterSpec,
-    PlanDevice,
-    PlanInputs,
-    StepPlan,
-)
+from bench.strategies.step_plan import PARAMETER_MEMORY, REDUCE_STREAM, WORLD_GROUP, PlanDevice, StepPlan
 
 
 @dataclass(frozen=True)
