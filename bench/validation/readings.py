@@ -76,6 +76,8 @@ class Reading:
     """Overrides, as on the command line."""
     quantity: Quantity | None = None
     assumptions: tuple[str, ...] = ()
+    open_settings: frozenset[str] = frozenset()
+    """Settings that the row's words do not decide (`bench.validation.unstated`)."""
     is_complete: bool = True
     torch_version: str = "unknown"
     flops: str = "model"
@@ -216,6 +218,7 @@ def read_line(row: int, line: PublishedLine) -> Reading:
         settings=settings,
         quantity=quantity,
         assumptions=tuple(dict.fromkeys(overrides.assumptions)),
+        open_settings=frozenset(overrides.open_settings),
         is_complete=knowledge.complete and not overrides.assumptions,
         torch_version=version,
         flops=knowledge.flops or METRICS[quantity.metric].flops,
@@ -293,7 +296,7 @@ def _read_words(line: PublishedLine, knowledge: SourceKnowledge) -> tuple[Overri
     if settings["strategy"] == "deepspeed" and settings.get("strategy.stage", "2") in ("2", "3"):
         settings.setdefault("gradient_accumulation_sync", "true")  # gradients that are divided cannot be accumulated
     kept = {key: value for key, value in settings.items() if key not in taken_back}
-    return Overrides(kept, assumptions, words.time_settings), micro_batches
+    return Overrides(kept, assumptions, words.time_settings, words.open_settings), micro_batches
 
 
 def _has_transformer_engine(line: PublishedLine) -> bool:

@@ -121,9 +121,6 @@ def _has_word(words: str, word: str) -> bool:
 
 # --- Precisions.
 
-MIXED_ASSUMPTION = "taken as mixed precision, parameters in fp32"
-"""Of rows that name a format and no more."""
-
 
 def read_precision(text: str, *, by_transformer_engine: bool = False) -> Overrides:
     """The precision that words mean: bf16 mixed, fp16 (amp), fp8, TF32, bfloat16 pure.
@@ -140,7 +137,8 @@ def read_precision(text: str, *, by_transformer_engine: bool = False) -> Overrid
     """
     words = text.lower().replace("-", " ").replace("_", " ")
     if is_blank(text):
-        return Overrides({"precision": "bf16"}, ["precision is not stated: bf16 mixed"])
+        assumption = "precision is not stated: bf16 mixed"
+        return Overrides({"precision": "bf16"}, [assumption], open_settings={"precision"})
     is_pure = re.search(r"\bpure\b|throughout|bf16 (model|master|weights)|true", words) is not None
     if re.search(r"mxfp|nvfp4|fp4|fp8 (mx|cs|ds)\b|block ?scal", words):
         raise NotExpressibleError(f"{text}: formats with a scale per block (MX, NV) are none of the suite's")
@@ -159,9 +157,10 @@ def read_precision(text: str, *, by_transformer_engine: bool = False) -> Overrid
             [] if "nf4" in words else [f"{kind} weights are taken as NF4"],
         )
     if re.search(r"bf16|bfloat16", words):
-        is_bare = words.strip() in ("bf16", "bfloat16")
-        assumed = [f"{text}: {MIXED_ASSUMPTION}"] if is_bare else []
-        return Overrides({"precision": "bf16_pure" if is_pure else "bf16"}, assumed)
+        if words.strip() in ("bf16", "bfloat16"):
+            assumption = f"{text}: taken as mixed precision, parameters in fp32"
+            return Overrides({"precision": "bf16"}, [assumption], open_settings={"precision"})
+        return Overrides({"precision": "bf16_pure" if is_pure else "bf16"})
     if re.search(r"fp16|float16|\bhalf\b|\bamp\b|\bo[12]\b", words):
         if is_pure:
             return Overrides({"precision": "bf16_pure"}, ["fp16 throughout is predicted as bf16 throughout"])
@@ -174,8 +173,6 @@ def read_precision(text: str, *, by_transformer_engine: bool = False) -> Overrid
 
 
 # --- Activation checkpointing.
-
-KEPT_ASSUMPTION = "checkpointing is not stated: none"
 
 CHECKPOINTING_WORDS = {
     **dict.fromkeys(("full", "yes", "true", "on", "1", "all", "every layer", "enabled", "recompute"), "full"),
@@ -196,7 +193,8 @@ def read_checkpointing(text: str) -> Overrides:
     """
     words = " ".join(text.lower().replace("_", " ").replace("-", " ").split())
     if is_blank(text) and words != "none":
-        return Overrides({"activation_checkpointing": "none"}, [KEPT_ASSUMPTION])
+        assumption = "checkpointing is not stated: none"
+        return Overrides({"activation_checkpointing": "none"}, [assumption], open_settings={"activation_checkpointing"})
     if words in CHECKPOINTING_WORDS:
         return Overrides({"activation_checkpointing": CHECKPOINTING_WORDS[words]})
     if match := re.search(r"(?:every|selective|one in)\D{0,8}(\d+)", words):

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping
 
 from bench.core.errors import UsageError
 from bench.validation.readings import Reading, Settings, build_published_config, order_settings
-from bench.validation.training_words import KEPT_ASSUMPTION, MIXED_ASSUMPTION
 
 PURE = {"precision": "bf16_pure"}
 REDUCED_OFTEN = {"gradient_accumulation_sync": "true"}
@@ -23,7 +22,7 @@ def list_smaller_readings(reading: Reading) -> list[Reading]:
     """The same row with less memory, the likelier first: parameters in 16 bits, gradients that are sharded after every
     micro-batch, then both."""
     changes = []
-    if _assumes(reading, MIXED_ASSUMPTION):
+    if "precision" in reading.open_settings:
         changes.append(PURE)
     if _keeps_whole_gradients(reading):
         changes.append(REDUCED_OFTEN)
@@ -32,17 +31,13 @@ def list_smaller_readings(reading: Reading) -> list[Reading]:
 
 def list_checkpointed_readings(reading: Reading) -> list[Reading]:
     """The same row and the smaller ones with activations computed again, where it does not say that they are not."""
-    if not _assumes(reading, KEPT_ASSUMPTION):
+    if "activation_checkpointing" not in reading.open_settings:
         return []
     return [
         checkpointed
         for each in (reading, *list_smaller_readings(reading))
         for checkpointed in _change_settings(each, [CHECKPOINTED])
     ]
-
-
-def _assumes(reading: Reading, words: str) -> bool:
-    return any(words in assumption for assumption in reading.assumptions)
 
 
 def _keeps_whole_gradients(reading: Reading) -> bool:

@@ -393,14 +393,16 @@ SINGLE_ROW = {**UNKNOWN_ROW, "parameters": "", "strategy": "single", "gpu_count"
 
 def test_a_run_that_ran_is_read_as_one_that_fits_where_its_row_does_not_say() -> None:
     """6.7 B parameters in fp32 with their state, 107 GB, are too many for 40 GB; in bf16 with theirs, 54 GB, they are
-    nearer: but only if the row names no more than the format."""
+    nearer: but only if the row names no more than the format, or none."""
     row = {**SINGLE_ROW, "model": "GPT-6.7B", "gpu": "A100-40GB"}
-    readings = [read_line(1, row), read_line(2, {**row, "precision": "bf16 mixed"})]
+    precisions = ("bf16", "", "bf16 mixed")
+    readings = [read_line(number, {**row, "precision": words}) for number, words in enumerate(precisions)]
     scores, reasons = score_readings(readings)
     assert not reasons
-    assert [dict(score.reading.settings)["precision"] for score in scores] == ["bf16_pure", "bf16"]
-    assert [score.is_verdict_wrong for score in scores] == [False, True]
-    assert "without which it is predicted not to fit" in scores[0].reading.assumptions[-1]
+    assert [dict(score.reading.settings)["precision"] for score in scores] == ["bf16_pure", "bf16_pure", "bf16"]
+    assert [score.is_verdict_wrong for score in scores] == [False, False, True]
+    for score in scores[:2]:
+        assert "without which it is predicted not to fit" in score.reading.assumptions[-1]
 
 
 def test_intervals_of_tables_that_nobody_has_looked_up_are_those_of_unknown_sources() -> None:
