@@ -9,7 +9,7 @@ from bench.models import float8
 from bench.models.base import ALTERNATE_OPERATORS, OPERATORS, SELECTIVE, find_checkpointing_budget
 from bench.models.checkpointing import CHECKPOINTING_MODES
 from bench.models.chunked_loss import check_chunked_loss
-from bench.strategies import StepSettings, format_float8_strategies, require_whole_replicas
+from bench.strategies import StepSettings, require_finetune, require_float8, require_whole_replicas
 from bench.strategies.pipeline.schedule import SPLIT_BACKWARD_SCHEDULES
 
 if TYPE_CHECKING:
@@ -72,16 +72,13 @@ def check_run(config: RunConfig) -> None:
     config.strategy.check_model(config.model, config.batch_size_per_gpu, config.sequence_length)
     config.strategy.check_device(config.hardware.device)
     if config.precision.uses_float8:
-        if not config.strategy.takes_float8:
-            raise ImpossibleError(
-                f"precision={config.precision.name} is not valid for strategy={config.strategy.name}: choose bf16, or "
-                f"strategy {format_float8_strategies()}."
-            )
+        require_float8(config.strategy, config.precision)
         _check_float8_library(config)
     config.strategy.check_precision(config.precision)
     config.strategy.check_optimizer(config.optimizer.name, config.optimizer.implementation)
     config.optimizer.check_tensors(config.strategy.name, config.strategy.updated_tensor_kind)
     config.optimizer.check_offloaded_state(config.strategy.name, config.strategy.offloaded_state)
+    require_finetune(config.strategy, config.finetune.name)
     config.strategy.check_finetune(config.finetune.name, config.finetune.quantised_bits)
     if config.activation_offload and config.compile:
         raise ImpossibleError(

@@ -36,7 +36,7 @@ from bench.models.checkpointing import VALID_CHECKPOINTING
 from bench.models.checkpointing_budget import count_recomputed_flops
 from bench.models.chunked_loss import DEFAULT_LOSS_CHUNKS
 from bench.optimizers import OptimizerConfig, load_optimizer
-from bench.strategies import Strategy, load_strategy
+from bench.strategies import Strategy, load_strategy, normalize_precision
 
 EVIDENCE_BY_MODE = {"measure": "measured", "rehearse": "rehearsed", "predict": "predicted"}
 """Modes and the evidence their rows carry."""
@@ -375,7 +375,7 @@ def build_run_config(raw: dict[str, Any]) -> RunConfig:
         scalars["gpus_per_node"],
         accumulates=scalars["gradient_accumulation"] > 1 and not scalars["gradient_accumulation_sync"],
     )
-    built_sections["precision"] = built_sections["strategy"].normalize_precision(built_sections["precision"])
+    built_sections["precision"] = normalize_precision(built_sections["strategy"], built_sections["precision"])
     return RunConfig(**built_sections, **scalars, requested=raw["strategy"])
 
 

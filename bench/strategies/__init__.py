@@ -1,13 +1,13 @@
 """Parallelisation strategies: one file each. `name` in a strategy's YAML names the file, an installed entry point, or a
 module of your own."""
 
-from bench.strategies.base import (
-    StepSettings,
-    Strategy,
-    WrapContext,
-    format_float8_strategies,
+from bench.strategies.base import StepSettings, Strategy, WrapContext
+from bench.strategies.registry import (
     list_strategies,
     load_strategy,
+    normalize_precision,
+    require_finetune,
+    require_float8,
     require_whole_replicas,
 )
 from bench.strategies.stepper import Stepper
@@ -17,8 +17,10 @@ __all__ = [
     "Stepper",
     "Strategy",
     "WrapContext",
-    "format_float8_strategies",
     "list_strategies",
     "load_strategy",
+    "normalize_precision",
+    "require_finetune",
+    "require_float8",
     "require_whole_replicas",
 ]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,10 +13,9 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from bench.core import plugins
 from bench.core.errors import ImpossibleError, invalid_value_error
 from bench.core.precision import AUTOCAST_MIXING, Precision
-from bench.core.presentation import Presentation, TrainingOption, TrainingTerm, remember_presentation
+from bench.core.presentation import Presentation, TrainingOption, TrainingTerm
 from bench.models import Family
 from bench.models.materialize import Materializer
 from bench.optimizers.updated_tensor import WHOLE_TENSORS
@@ -134,31 +131,6 @@ class Strategy(ABC):
     def describe_mixed_precision(self, precision: Precision) -> str:
         """Who makes computation narrower than stored parameters, for the row."""
         return AUTOCAST_MIXING if self.uses_autocast(precision) else "fsdp policy"
-
-    def normalize_precision(self, precision: Precision) -> Precision:
-        """The precision with one name for each thing: `mixing` is null where nothing is mixed, or in the usual way.
-
-        Raises
-        ------
-        ImpossibleError
-            If the strategy does not have the way of mixed precision that was asked for.
-        """
-        requested_mixing = precision.mixing
-        if requested_mixing is None:
-            return precision
-        if precision.is_mixed and requested_mixing not in self.supported_mixings:
-            other_strategies = _format_matching_strategies(
-                lambda strategy: (
-                    isinstance(strategy.supported_mixings, tuple) and requested_mixing in strategy.supported_mixings
-                )
-            )
-            raise ImpossibleError(
-                f"precision.mixing={requested_mixing} is not valid for strategy={self.name}, "
-                f"{self.single_mixing_reason}: choose "
-                f"{self.supported_mixings[0]}, or strategy {other_strategies}."
-            )
-        is_usual_mixing = requested_mixing == self.supported_mixings[0] or not precision.is_mixed
-        return _drop_mixing(precision) if is_usual_mixing else precision
 
     def resolve(self, world_size: int, ranks_per_node: int, *, accumulates: bool) -> Strategy:
         """The same strategy with every knob that depends on the run as a value, the sharding factor as a number.
@@ -334,16 +306,8 @@ class Strategy(ABC):
         """Raise `ImpossibleError` where the strategy's parameters cannot be updated that way."""
 
     def check_finetune(self, name: str, quantised_bits: int | None) -> None:
-        """Raise `ImpossibleError` where the strategy cannot train a part of a model like that, or beside weights of so
-        few bits."""
-        if name not in self.supported_finetunes:
-            untrained_kind = "quantised weights" if name == "qlora" else "frozen parameters"
-            raise ImpossibleError(
-                f"finetune={name} is not valid with strategy={self.name}, which is not made to keep {untrained_kind} "
-                "beside "
-                f"others: choose finetune={' or '.join(self.supported_finetunes)}, or strategy "
-                f"{format_strategies_for_finetune(name)}."
-            )
+        """Raise `ImpossibleError` where the resolved strategy cannot train a part of a model in a way that it supports,
+        or beside weights of so few bits."""
 
     def check_mode(self, mode: str) -> None:
         """Raise `ImpossibleError` where there are no rows of this mode: measure, rehearse or predict."""
@@ -432,53 +396,3 @@ class Strategy(ABC):
     def build_grad_scaler(self, device: torch.device) -> torch.amp.GradScaler:
         """The loss scaler for fp16 that knows where this strategy keeps its gradients."""
         return torch.amp.GradScaler(device.type)
-
-
-@functools.cache
-def _drop_mixing(precision: Precision) -> Precision:
-    """Without a way of mixing: the same object every time."""
-    return dataclasses.replace(precision, mixing=None)
-
-
-def load_strategy(name: str) -> type[Strategy]:
-    """The strategy class that ``bench/strategies/<name>.py``, or the module with that path, defines."""
-    strategy_class: type[Strategy] = plugins.find_plugin_class(
-        "strategy.name", name, sys.modules[__package__], Strategy
-    )
-    if "." in name:
-        remember_presentation(name.lstrip("."), strategy_class.presentation)
-    return strategy_class
-
-
-@functools.cache
-def list_strategies() -> dict[str, type[Strategy]]:
-    """The suite's strategies and those of installed packages, from whole models on every rank to the most divided."""
-    names = plugins.list_plugin_names(sys.modules[__package__], Strategy)
-    strategy_classes = {name: load_strategy(name) for name in names}
-    return dict(sorted(strategy_classes.items(), key=lambda item: item[1].presentation.position))
-
-
-def format_strategies_for_finetune(finetune: str) -> str:
-    """The strategies that can train a part of a model like that, for a sentence."""
-    return _format_matching_strategies(lambda strategy: finetune in strategy.supported_finetunes)
-
-
-def require_whole_replicas(strategy: Strategy, family: Family) -> None:
-    """Raise `ImpossibleError` where a strategy cannot train a model that itself exchanges something among all ranks."""
-    if not strategy.takes_communicating_models:
-        raise ImpossibleError(
-            f"strategy={strategy.name} is not valid for model={family.name}, which divides tables among all ranks "
-            "itself: choose strategy "
-            f"{_format_matching_strategies(lambda candidate: candidate.takes_communicating_models)}."
-        )
-
-
-def format_float8_strategies() -> str:
-    """The strategies that can train a model whose linear layers compute in FP8, for a sentence."""
-    return _format_matching_strategies(lambda strategy: strategy.takes_float8)
-
-
-def _format_matching_strategies(is_match: Callable[[type[Strategy]], bool]) -> str:
-    package = sys.modules[__package__]
-    *names, last = [name for name in plugins.list_plugin_names(package, Strategy) if is_match(load_strategy(name))]
-    return f"{', '.join(names)} or {last}"

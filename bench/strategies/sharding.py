@@ -84,7 +84,6 @@ class ShardingStrategy(Strategy):
 
     def check_finetune(self, name: str, quantised_bits: int | None) -> None:
         """Quantised weights of 4 bits are parameters like others."""
-        super().check_finetune(name, quantised_bits)
         require_packed_bits(self.name, quantised_bits)
 
     def describe_effective_strategy(self, world_size: int) -> str:

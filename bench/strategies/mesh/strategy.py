@@ -235,7 +235,6 @@ class MeshStrategy(Strategy):
         checks.check_step(self, settings)
 
     def check_finetune(self, name: str, quantised_bits: int | None) -> None:
-        super().check_finetune(name, quantised_bits)
         checks.check_finetune(self, name)
 
     @property
