@@ -96,7 +96,7 @@ def _build_layout(
     stored_formats = family.find_stored_formats(model)
     hidden_matrix_ids = {id(matrix) for matrix in find_hidden_matrices(family.find_block_lists(model))}
     traced_parameters: dict[BlockPlace, dict[str, ParameterSpec]] = {None: {}}
-    locations = locate_parameters(family, model)
+    locations = locate_parameters(family.find_block_lists(model), model)
     for parameter in model.parameters():
         place, name = locations[id(parameter)]
         stored_format = stored_formats.get(id(parameter))

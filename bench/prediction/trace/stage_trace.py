@@ -27,7 +27,12 @@ from bench.prediction.trace.device_operators import use_device_operators
 from bench.prediction.trace.fake_process_group import split_model
 from bench.prediction.trace.fake_tensors import TracingFakeTensorMode
 from bench.prediction.trace.ring_attention import trace_ring_attention
-from bench.prediction.trace.step_trace import build_traced_loss, count_traced_blocks, fill_with_fake_tensors
+from bench.prediction.trace.step_trace import (
+    build_traced_loss,
+    count_traced_blocks,
+    fill_with_fake_tensors,
+    locate_parameters,
+)
 from bench.prediction.trace.trace import (
     LOSS_PLACE,
     BlockPlace,
@@ -201,18 +206,6 @@ def _build_stage(
     return stage
 
 
-def locate_stage_parameters(stage: PipelineStageModule) -> dict[int, tuple[BlockPlace, str]]:
-    """Per parameter, by its identity: its block and its name there (outside blocks: in the stage)."""
-    locations: dict[int, tuple[BlockPlace, str]] = {}
-    for index, blocks in enumerate(stage.block_lists):
-        for position, block in enumerate(blocks):
-            for name, parameter in block.named_parameters():
-                locations[id(parameter)] = ((index, position), name)
-    for name, parameter in stage.named_parameters():
-        locations.setdefault(id(parameter), (None, name))
-    return locations
-
-
 def find_handover_dtype(key: TraceKey) -> torch.dtype:
     """Format of what stages hand over."""
     return key.precision.parameter_dtype if key.autocast else key.precision.compute_dtype
@@ -326,12 +319,12 @@ def _list_traced_parameters(
 
 
 def _list_located_parameters(stage: PipelineStageModule) -> list[tuple[torch.Tensor, tuple[BlockPlace, str]]]:
-    locations = locate_stage_parameters(stage)
+    locations = locate_parameters(stage.block_lists, stage)
     return [(parameter, locations[id(parameter)]) for parameter in stage.parameters()]
 
 
 def _watch_stage(trace_recorder: TraceRecorder, stage: PipelineStageModule) -> None:
-    locations = locate_stage_parameters(stage)
+    locations = locate_parameters(stage.block_lists, stage)
     for index, blocks in enumerate(stage.block_lists):
         for position, block in enumerate(blocks):
             trace_recorder.watch_block(block, (index, position), is_last=position == len(blocks) - 1)

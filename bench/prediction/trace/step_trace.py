@@ -7,7 +7,7 @@ for all the others.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,7 +98,7 @@ def trace_step(key: TraceKey, batch_size: int, *, whole_model: bool = False) -> 
             transfer = PinnedTransfer() if key.device == "cpu" else TracedTransfer(trace_recorder)
             offload_activations(family, model, transfer)
         fill_with_fake_tensors(model, family, key)
-        locations = locate_parameters(family, model)
+        locations = locate_parameters(family.find_block_lists(model), model)
         trace_recorder.watch_model(family, model, locations)
         if key.shards_fp32_separately:
             trace_recorder.watch_layers(family, model, set(family.find_fp32_modules(model)))
@@ -168,10 +168,13 @@ def _enter_gpu_autocast(key: TraceKey) -> contextlib.AbstractContextManager[None
     return contextlib.nullcontext()
 
 
-def locate_parameters(family: Family, model: nn.Module) -> dict[int, tuple[BlockPlace, str]]:
-    """Per parameter, by its identity: the block it belongs to and its name there (outside blocks: in the model)."""
+def locate_parameters(
+    block_lists: Iterable[Iterable[nn.Module]], model: nn.Module
+) -> dict[int, tuple[BlockPlace, str]]:
+    """Per parameter of a model, or of a stage of one, by its identity: the block it belongs to and its name there
+    (outside blocks: in the model or the stage)."""
     locations: dict[int, tuple[BlockPlace, str]] = {}
-    for index, blocks in enumerate(family.find_block_lists(model)):
+    for index, blocks in enumerate(block_lists):
         for position, block in enumerate(blocks):
             for name, parameter in block.named_parameters():
                 locations[id(parameter)] = ((index, position), name)
