@@ -12,7 +12,7 @@ from bench.config.run_config import RunConfig
 from bench.core.units import MIB
 from bench.prediction.prediction import Prediction
 from bench.prediction.predictor import predict_run, replay_steps
-from bench.prediction.simulation import repetition
+from bench.prediction.simulation import state_change
 from bench.prediction.simulation.caching_allocator import AllocatorFullError, CachingAllocator
 from bench.prediction.simulation.device_memory import compute_workspace_bytes
 from bench.prediction.simulation.repetition import Repetition
@@ -257,7 +257,7 @@ def test_a_rank_goes_on_from_where_left_out_passes_would_have_led() -> None:
     assert shortened.stream_times[COMPUTE_STREAM] == pytest.approx(whole.stream_times[COMPUTE_STREAM], rel=1e-12)
     assert shortened.spent_seconds == pytest.approx(whole.spent_seconds)
     assert shortened.peak == whole.peak
-    assert repetition.TIME_TOLERANCE < 1e-6
+    assert state_change.TIME_TOLERANCE < 1e-6
 
 
 def test_what_is_freed_late_comes_back_in_the_order_of_its_times() -> None:
@@ -268,8 +268,8 @@ def test_what_is_freed_late_comes_back_in_the_order_of_its_times() -> None:
         rank.allocate(stream, 8.0 / size, GRADIENT_MEMORY)
         rank.free(stream, after=stream)
     state = rank.get_state()
-    moved_seconds = np.where(state.seconds == 1.0, 11.0, np.where(state.seconds == 2.0, 3.0, state.seconds))
-    rank.set_state(dataclasses.replace(state, seconds=moved_seconds))
+    moved_times = np.where(state.times == 1.0, 11.0, np.where(state.times == 2.0, 3.0, state.times))
+    rank.set_state(dataclasses.replace(state, times=moved_times))
     rank.processor_time = 5.0
     rank.allocate("next", 10.0, GRADIENT_MEMORY)
     assert rank.peak_active_bytes == 10.0 + 8.0, "what the first stream still uses, not what the second did"

@@ -165,28 +165,19 @@ class RankMemory:
         self._part_bytes[ACTIVATION_MEMORY] += lasting_net_bytes
         self._part_bytes[TEMPORARY_MEMORY] += net_bytes - lasting_net_bytes
 
-    def list_held(self) -> tuple[list[object], list[float], int]:
-        """Names and bytes of all that is held, and how many of the bytes are levels: the others are of parts, which may
-        give to each other what is held, and what the replayed allocator counts."""
-        allocations, streams = sorted(self._allocations.items()), sorted(self._side_streams.items())
-        names: list[object] = [
-            *((name, part, stream) for name, (_, part, stream) in allocations),
-            *(name for name, _ in streams),
-        ]
+    def list_sizes(self) -> tuple[list[float], int]:
+        """Bytes, beside those that have names, and how many of them are levels: the others are of parts, which may give
+        to each other what is held, and what the replayed allocator counts."""
         levels = [
-            *(size for _, (size, _, _) in allocations),
-            *(level for _, (level, _) in streams),
+            *(level for level, _ in self._side_streams.values()),
             *(self._allocated_bytes, self._side_stream_bytes, *self._late_bytes.values()),
         ]
         counts = () if self._replay is None else self._replay.allocator.get_counts()
-        return names, [*levels, *self._part_bytes.values(), *counts], len(levels)
+        return [*levels, *self._part_bytes.values(), *counts], len(levels)
 
-    def set_held(self, sizes: Iterator[float]) -> None:
-        """Hold other sizes, in the order of `list_held`."""
-        self._allocations = {
-            name: (next(sizes), part, stream) for name, (_, part, stream) in sorted(self._allocations.items())
-        }
-        self._side_streams = {name: (next(sizes), peak) for name, (_, peak) in sorted(self._side_streams.items())}
+    def set_sizes(self, sizes: Iterator[float]) -> None:
+        """Hold other sizes, in the order of `list_sizes`."""
+        self._side_streams = {name: (next(sizes), peak) for name, (_, peak) in self._side_streams.items()}
         self._allocated_bytes, self._side_stream_bytes = next(sizes), next(sizes)
         self._late_bytes = {stream: next(sizes) for stream in self._late_bytes}
         self._part_bytes = {part: next(sizes) for part in self._part_bytes}

@@ -1,7 +1,7 @@
-"""Passes over a rank that change it by the same each: all but the last of them need not be simulated.
+"""Passes over a rank that change it by the same each: all but some of them need not be simulated.
 
-So it is with several passes that take turns: what they ask of the caching allocator can come to lie in one of two
-places, and in the other one the next time.
+The passes are micro-batches, or cycles of a pipeline's timetable. They may take turns: what they ask of the caching
+allocator can come to lie in one of two places, and in the other one the next time.
 
 What a rank computes next depends on its times by sums and by the later of two alone. Where every time of its state has
 moved on by as much in one pass as in the pass before, it will in the next: what moves on slower than the rest, such as
@@ -10,20 +10,15 @@ a processor that launches faster than the device computes, falls back further an
 
 from __future__ import annotations
 
-import numpy as np
-
 from bench.prediction.simulation.simulated_rank import RankState, SimulatedRank
-
-TIME_TOLERANCE = 1e-9
-"""Of the longest move within a pass: by how much moves that are called equal may differ."""
-
+from bench.prediction.simulation.state_change import find_state_change
 
 MAX_PERIOD = 4
 """Passes that take turns, at most."""
 
 
 class Repetition:
-    """What a rank was like after each of some passes that are alike."""
+    """What a rank was like after each of some passes."""
 
     def __init__(self, simulated_rank: SimulatedRank) -> None:
         self._simulated_rank = simulated_rank
@@ -45,24 +40,12 @@ class Repetition:
         self._states = [*self._states[-2 * MAX_PERIOD :], self._simulated_rank.get_state()]
         for period in range(1, min(MAX_PERIOD, num_left, (len(self._states) - 1) // 2) + 1):
             first, second, third = (self._states[-1 - turns * period] for turns in (2, 1, 0))
-            if not _are_evenly_spaced(first, second, third):
+            change = find_state_change(first, second, third)
+            if change is None or change.shrinks or not change.keeps_names:
                 continue
-            num_periods = num_left // period
-            if not np.array_equal(third.sizes, second.sizes):  # something grows
-                num_periods -= 1
+            num_periods = num_left // period - change.grows
             if num_periods:
-                self._simulated_rank.set_state(third.extrapolate(second, num_periods))
+                self._simulated_rank.set_state(change.extrapolate(third, num_periods))
                 self._states = []
                 return num_periods * period
         return 0
-
-
-def _are_evenly_spaced(first: RankState, second: RankState, third: RankState) -> bool:
-    """Whether the third differs from the second as the second from the first; bytes exactly, and none are fewer."""
-    if not first.names == second.names == third.names:
-        return False
-    grown_bytes = third.sizes - second.sizes
-    if not np.array_equal(grown_bytes, second.sizes - first.sizes) or (grown_bytes[: third.num_levels] < 0).any():
-        return False
-    moves, earlier_moves = third.seconds - second.seconds, second.seconds - first.seconds
-    return bool((np.abs(moves - earlier_moves) <= TIME_TOLERANCE * moves.max()).all())

@@ -5,7 +5,6 @@ Time passes on every stream by itself.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -56,23 +55,19 @@ class RankSpeed:
 class RankState:
     """All that what happens next to a rank depends on, and the seconds it has spent."""
 
-    names: tuple[object, ...]
-    """Of what the numbers are: those of two states can be compared where these are the same."""
+    allocations: Mapping[str, tuple[float, str, str]]
+    """Bytes, part and stream by name."""
+    events: Mapping[str, tuple[float]]
+    """Their times by name."""
+    labels: tuple[object, ...]
+    """Of what the following numbers are: those of two states can be compared where these are the same."""
     sizes: FloatArray
-    """Bytes: of each allocation, then of all together and of each part and stream; then what a replayed allocator
-    counts."""
+    """Bytes: of all allocations together, of each stream and each part; then what a replayed allocator counts."""
     num_levels: int
     """Of `sizes`, all but the parts: parts may give to each other what is held."""
-    seconds: FloatArray
-    """Times of the processor, of each stream and event, and of what is still to come; then seconds spent."""
-
-    def extrapolate(self, earlier: RankState, count: int) -> RankState:
-        """What comes of `count` more changes such as that from an earlier state to this one."""
-        return dataclasses.replace(
-            self,
-            sizes=self.sizes + count * (self.sizes - earlier.sizes),
-            seconds=self.seconds + count * (self.seconds - earlier.seconds),
-        )
+    times: FloatArray
+    """Of the processor, of each stream and communicator, and of what is still to come."""
+    spent_seconds: FloatArray
 
 
 class SimulatedRank(RankMemory):
@@ -142,18 +137,25 @@ class SimulatedRank(RankMemory):
         """Whether everything that happens is written down."""
         return self._timeline is not None
 
+    @property
+    def is_state_whole(self) -> bool:
+        """Whether `get_state` tells all that happens next apart, whatever blocks it concerns: nothing is written down,
+        no allocator is replayed and no inputs of frozen units are kept."""
+        return not self.is_recorded and self._replay is None and not self.keeps_frozen_inputs
+
     def get_state(self) -> RankState:
         """As it is now."""
-        names, sizes, num_levels = self.list_held()
-        events, communicators = sorted(self._event_times.items()), sorted(self._communicator_times.items())
-        late_frees = sorted(self._late_frees)
-        names += [name for name, _ in (*events, *communicators)]
-        names += [freed for _, *freed in late_frees]
-        names += [len(events), len(self._late_free_times), len(self._collective_spans)]
-        replayed_names, replayed_times = self._replay.get_arrangement() if self._replay is not None else ([], [])
-        names += replayed_names
-        seconds = [
-            *(time for _, time in events),
+        sizes, num_levels = self.list_sizes()
+        communicators, late_frees = sorted(self._communicator_times.items()), sorted(self._late_frees)
+        replayed_labels, replayed_times = self._replay.get_arrangement() if self._replay is not None else ([], [])
+        labels = (
+            *self._side_streams,
+            *(group for group, _ in communicators),
+            *((size, stream) for _, size, stream in late_frees),
+            *(len(self._late_free_times), len(self._collective_spans)),
+            *replayed_labels,
+        )
+        times = [
             *(time for _, time in communicators),
             *self._late_free_times,
             *(time for time, *_ in late_frees),
@@ -161,24 +163,32 @@ class SimulatedRank(RankMemory):
             *replayed_times,
             self.processor_time,
             *self.stream_times.values(),
-            *self.spent_seconds.values(),
         ]
-        return RankState(tuple(names), np.array(sizes), num_levels, np.array(seconds))
+        return RankState(
+            dict(self._allocations),
+            {name: (time,) for name, time in self._event_times.items()},
+            labels,
+            np.array(sizes),
+            num_levels,
+            np.array(times),
+            np.array(list(self.spent_seconds.values())),
+        )
 
     def set_state(self, state: RankState) -> None:
-        """Go on from a state that has the names of the present one."""
-        self.set_held(iter(state.sizes.tolist()))
-        seconds = iter(state.seconds.tolist())
-        self._event_times = {name: next(seconds) for name in sorted(self._event_times)}
-        self._communicator_times = {name: next(seconds) for name in sorted(self._communicator_times)}
-        self._late_free_times = deque(next(seconds) for _ in self._late_free_times)
-        self._late_frees = sorted((next(seconds), size, stream) for _, size, stream in sorted(self._late_frees))
-        self._collective_spans = deque((next(seconds), next(seconds)) for _ in self._collective_spans)
+        """Go on from a state that has the labels of the present one."""
+        self._allocations = dict(state.allocations)
+        self._event_times = {name: time for name, (time,) in state.events.items()}
+        self.set_sizes(iter(state.sizes.tolist()))
+        times = iter(state.times.tolist())
+        self._communicator_times = {group: next(times) for group in sorted(self._communicator_times)}
+        self._late_free_times = deque(next(times) for _ in self._late_free_times)
+        self._late_frees = sorted((next(times), size, stream) for _, size, stream in sorted(self._late_frees))
+        self._collective_spans = deque((next(times), next(times)) for _ in self._collective_spans)
         if self._replay is not None:
-            self._replay.allocator.move_late_frees(seconds)
-        self.processor_time = next(seconds)
-        self.stream_times = {stream: next(seconds) for stream in self.stream_times}
-        self.spent_seconds = {kind: next(seconds) for kind in self.spent_seconds}
+            self._replay.allocator.move_late_frees(times)
+        self.processor_time = next(times)
+        self.stream_times = {stream: next(times) for stream in self.stream_times}
+        self.spent_seconds = dict(zip(self.spent_seconds, state.spent_seconds.tolist(), strict=True))
 
     # Computation, copies and collectives, and the time they take
 
@@ -278,9 +288,15 @@ class SimulatedRank(RankMemory):
         if seconds:
             self._delay_running_kernels(start, end)
             if self._speed.overlap_loss:
-                self._collective_spans.append((start, end))
+                self._add_collective_span(start, end)
             if self._timeline is not None:
                 self._timeline.append(TimelineSpan(stream, f"{kind} {self.module}", kind, start, end))
+
+    def _add_collective_span(self, start: float, end: float) -> None:
+        """What follows at once is one with the span before it."""
+        if self._collective_spans and self._collective_spans[-1][1] == start:
+            start = self._collective_spans.pop()[0]
+        self._collective_spans.append((start, end))
 
     def copy_host_device(self, name: str, size: float, stream: str, *, after: str | None = None) -> None:
         """As `PlanDevice` says. Copy engines of their own do it, so computation loses nothing."""

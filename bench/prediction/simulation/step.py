@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from bench.optimizers.base import UpdateCollective
+from bench.prediction.simulation.block_repetition import BlockRepetition, RepeatedBlocks, find_repeated_blocks
 from bench.prediction.simulation.parameter_layout import ParameterLayout
 from bench.prediction.simulation.rank_memory import ACTIVATION_MEMORY
 from bench.prediction.simulation.repetition import Repetition
 from bench.prediction.simulation.simulated_rank import SimulatedRank
 from bench.prediction.trace.chunks import Chunk, SegmentAtBatch, expand_to_full_depth, merge_chunks
-from bench.prediction.trace.trace import END_PHASE, LOSS_PLACE
+from bench.prediction.trace.trace import END_PHASE, LOSS_PLACE, BlockPlace
 from bench.strategies.plan_inputs import ParameterSpec, ShardingUnit
 from bench.strategies.step_plan import (
     ALL_GATHER_STREAM,
@@ -66,15 +67,31 @@ def simulate_step(
     segments_by_micro_batch = [
         tuple(segment for segment in segments if segment.micro_batch == number) for number in (0, 1)
     ]
+    passes_by_micro_batch = [
+        [
+            (segment, place)
+            for segment, place in expand_to_full_depth(micro_batch_segments, layout.block_counts, block_period)
+            if segment.phase not in (END_PHASE, "optimizer")
+        ]
+        for micro_batch_segments in segments_by_micro_batch
+    ]
+    repeated_blocks = [find_repeated_blocks(passes, layout) for passes in passes_by_micro_batch]
+    end_chunks = [
+        [chunk for segment in micro_batch_segments if segment.phase == END_PHASE for chunk in segment.chunks]
+        for micro_batch_segments in segments_by_micro_batch
+    ]
     merged_chunks = MergedChunks(plan)
     repetition = Repetition(simulated_rank)
     number = 0
     while number < num_micro_batches:
         synchronize = synchronize_every_micro_batch or number == num_micro_batches - 1
         plan.begin_micro_batch(simulated_rank, number=number, synchronize=synchronize)
+        kind = min(number, 1)
         _simulate_micro_batch(
-            simulated_rank, plan, layout, segments_by_micro_batch[min(number, 1)], merged_chunks, block_period
+            simulated_rank, plan, layout, passes_by_micro_batch[kind], repeated_blocks[kind], merged_chunks
         )
+        for chunk in end_chunks[kind]:
+            simulated_rank.simulate_chunk(chunk, "backward")
         number += 1
         if number > 1:  # the first differs from those behind it, and so may the last
             number += repetition.leave_out(num_micro_batches - 1 - number)
@@ -108,19 +125,39 @@ def _simulate_micro_batch(
     simulated_rank: SimulatedRank,
     plan: StepPlan,
     layout: ParameterLayout,
-    segments: tuple[SegmentAtBatch, ...],
+    passes: Sequence[tuple[SegmentAtBatch, BlockPlace]],
+    repeated_blocks: Mapping[int, RepeatedBlocks],
     merged_chunks: MergedChunks,
-    block_period: int,
 ) -> None:
+    """A micro-batch forward and backward.
+
+    Parameters
+    ----------
+    passes: sequence of (SegmentAtBatch, place)
+        Over blocks, and over what lies outside of them, in order.
+    repeated_blocks: mapping
+        As `find_repeated_blocks` says of them.
+    """
     root, outside_parameters = layout.units[0], layout.parameters_by_place[None]
     current_unit: ShardingUnit | None = None
     previous_segment: SegmentAtBatch | None = None
     input_bytes: dict[int, float] = defaultdict(float)
     simulated_rank.phase, simulated_rank.module = "forward", root.name
     plan.before_forward(simulated_rank, root)
-    for segment, place in expand_to_full_depth(segments, layout.block_counts, block_period):
-        if segment.phase in (END_PHASE, "optimizer"):
-            continue
+    repetition: BlockRepetition | None = None
+    index = 0
+    while index < len(passes):
+        blocks = repeated_blocks.get(index)
+        if blocks is not None:
+            repetition = BlockRepetition(simulated_rank, plan) if blocks.is_first else repetition
+            assert repetition is not None
+            num_left_out = repetition.leave_out(blocks.num_left)
+            if num_left_out:
+                index += num_left_out * blocks.period
+                last_place = passes[index - 1][1]
+                current_unit, simulated_rank.module = layout.unit_by_place[last_place], layout.place_labels[last_place]
+        segment, place = passes[index]
+        index += 1
         next_unit = layout.unit_by_place.get(place)
         if previous_segment is not None:
             if current_unit is not None and (next_unit is not current_unit or segment.phase != previous_segment.phase):
@@ -157,8 +194,6 @@ def _simulate_micro_batch(
     plan.after_backward(simulated_rank, root)
     plan.after_micro_batch_backward(simulated_rank)
     simulated_rank.free(FROZEN_INPUTS_NAME)
-    for chunk in (chunk for segment in segments if segment.phase == END_PHASE for chunk in segment.chunks):
-        simulated_rank.simulate_chunk(chunk, "backward")
 
 
 def _keep_frozen_input(simulated_rank: SimulatedRank, unit: ShardingUnit, input_bytes: float) -> None:

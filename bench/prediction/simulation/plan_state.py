@@ -1,0 +1,109 @@
+"""What a plan remembers within a step: read from its attributes, so that plans need not say it themselves."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections import deque
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from enum import Enum
+from types import FunctionType, MethodType
+from typing import Any
+
+from bench.prediction.simulation.state_change import NamedChange, NamedValues, find_named_change, join_name, split_name
+from bench.strategies.step_plan import StepPlan
+
+CONTAINERS = frozenset({set, list, dict, deque})
+
+CONSTANTS = (str, int, float, tuple, frozenset, type(None), Enum, type, FunctionType, MethodType)
+"""Types of attributes that only change by being set anew, beside frozen dataclasses."""
+
+
+@dataclass(frozen=True)
+class PlanState:
+    """Attributes of a plan at some time."""
+
+    values: dict[str, Any]
+
+    def find_change(self, first: PlanState, second: PlanState) -> PlanChange | None:
+        """What each of the two passes before this state has changed; None if they differ, or where it is not known
+        what comes next."""
+        if not first.values.keys() == second.values.keys() == self.values.keys():
+            return None
+        movers: dict[str, Callable[[int], Any]] = {}
+        for name, value in self.values.items():
+            values = first.values[name], second.values[name], value
+            if values[0] == values[1] == values[2]:
+                continue
+            mover = _find_mover(*values)
+            if mover is None:
+                return None
+            movers[name] = mover
+        return PlanChange(movers)
+
+
+@dataclass(frozen=True)
+class PlanChange:
+    """What a pass changes of a plan."""
+
+    movers: dict[str, Callable[[int], Any]]
+    """By attribute: its value after so many more passes."""
+
+    def apply(self, plan: StepPlan, count: int) -> None:
+        """Make the plan what it is after so many more passes."""
+        for name, compute_later_value in self.movers.items():
+            setattr(plan, name, compute_later_value(count))
+
+
+def copy_plan_state(plan: StepPlan) -> PlanState | None:
+    """The attributes as they are now; None where one of them holds what may change unseen."""
+    values = {}
+    for name, value in vars(plan).items():
+        if type(value) in CONTAINERS:
+            elements: Collection[Any] = value.values() if isinstance(value, dict) else value
+            if not CONTAINERS.isdisjoint(map(type, elements)):
+                return None
+            values[name] = value.copy()
+        elif isinstance(value, CONSTANTS) or _is_frozen(value):
+            values[name] = value
+        else:
+            return None
+    return PlanState(values)
+
+
+def _is_frozen(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and value.__dataclass_params__.frozen  # type: ignore[union-attr, no-any-return]
+
+
+def _find_mover(first: Any, second: Any, third: Any) -> Callable[[int], Any] | None:
+    """How an attribute moves on that three states have different; None where that is not known."""
+    values = (first, second, third)
+    if all(type(value) is int or type(value) is float for value in values):
+        step = third - second
+        return (lambda count: third + count * step) if step == second - first else None
+    if all(isinstance(value, str) for value in values):
+        (words, number), (second_words, second_number), (first_words, first_number) = map(split_name, values[::-1])
+        if not words == second_words == first_words or number is None or second_number is None or first_number is None:
+            return None
+        number_step = number - second_number
+        if number_step != second_number - first_number:
+            return None
+        return lambda count: join_name(words, number + count * number_step)
+    kind = type(third)
+    element_types = {type(element) for value in values for element in value} if kind in (set, list) else set()
+    if any(type(value) is not kind for value in values) or element_types not in ({int}, {str}):
+        return None
+    named_values = [{str(element): (0.0,) for element in value} for value in values]
+    if any(len(named) < len(value) for named, value in zip(named_values, values, strict=True)):
+        return None
+    change = find_named_change(named_values[0], named_values[1], named_values[2])
+    if change is None:
+        return None
+    return functools.partial(_move_elements, change, named_values[2], kind, element_types.pop())
+
+
+def _move_elements(
+    change: NamedChange, named_values: NamedValues, kind: type, element_type: type, count: int
+) -> set[Any] | list[Any]:
+    return kind(element_type(name) for name in change.extrapolate(named_values, count))  # type: ignore[no-any-return]
