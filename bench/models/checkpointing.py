@@ -64,13 +64,15 @@ class BlockPositions:
     """Where the blocks of a shortened model stand in the whole one.
 
     Of the blocks before those that repeat, at least one, and of the `2 * period` blocks behind them each stands for
-    itself, of the list's last `period` blocks as well. What lies between repeats the last period of the first ones.
+    itself, of the list's last `period` blocks as well. What lies between repeats the last period of the first ones,
+    which is left out where the whole model has `period` blocks less than the shortened one.
     """
 
     num_blocks: int
     """Of the list in the whole model."""
     num_traced: int
-    """Of the list in the shortened model: as many, or `3 * period` more than come before those that repeat."""
+    """Of the list in the shortened model: as many, or `3 * period` more than come before those that repeat, which may
+    be `period` more than the whole model has."""
     period: int
     """Blocks after which what is done to a block repeats."""
 
@@ -94,10 +96,10 @@ class BlockPositions:
 
     def find_traced(self, position: int) -> int:
         """The block of the shortened model that a block of the whole one is like."""
-        if position < self._num_leading:
-            return position
         if position >= self.num_blocks - self.period:
             return position - (self.num_blocks - self.num_traced)
+        if position < self._num_leading:
+            return position
         first_repeated = self._num_leading - self.period
         return first_repeated + (position - first_repeated) % self.period
 

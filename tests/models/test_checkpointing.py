@@ -222,3 +222,13 @@ def test_a_shortened_models_blocks_are_treated_as_those_they_stand_for(num_block
         assert is_block_checkpointed(mode, position) == is_block_checkpointed(mode, positions.find_whole(traced))
     assert set(traced_positions) == set(range(positions.num_traced))
     assert sum(positions.count_alike(traced) for traced in range(positions.num_traced)) == num_blocks
+
+
+@pytest.mark.parametrize("period", [1, 2])
+def test_what_repeats_is_left_out_of_a_model_that_is_shorter_than_the_traced_one(period: int) -> None:
+    positions = BlockPositions(1 + 2 * period, 1 + 3 * period, period)
+    traced_positions = [positions.find_traced(position) for position in range(positions.num_blocks)]
+    assert traced_positions == [*range(1 + period), *range(1 + 2 * period, 1 + 3 * period)]
+    assert [positions.find_whole(traced) for traced in traced_positions] == list(range(positions.num_blocks))
+    assert not positions.list_repeated_places()
+    assert [positions.count_alike(traced) for traced in positions.repeated_positions] == [0] * period

@@ -18,6 +18,7 @@ from bench.prediction.predicted_row import build_predicted_row
 from bench.prediction.prediction import Prediction, TimePrediction
 from bench.prediction.predictor import predict_run, predict_runs
 from bench.prediction.run_inputs import build_trace_key
+from bench.prediction.trace import stage_trace
 from bench.prediction.trace.step_trace import trace_step
 from bench.strategies.mesh.strategy import MeshStrategy
 from bench.strategies.pipeline.schedule import (
@@ -41,6 +42,7 @@ from bench.strategies.step_plan import (
     TENSOR_GROUP,
 )
 from tests.conftest import SMALL_GPT, compose_run_config
+from tests.prediction.test_repetition import assert_equal
 
 Execute = Callable[..., list[dict[str, Any]]]
 
@@ -283,6 +285,33 @@ def test_layouts_that_divide_layers_alike_share_their_traces() -> None:
     }
     traced = {trace for traces in keys for trace in traces}
     assert len(traced) == 3 * 2  # the first, an inner and the last stage, at two batch sizes
+
+
+OF_THREE_BLOCKS = {
+    "gpt": ("model=gpt_tiny", "model.num_layers=10", "strategy.data=ddp"),
+    "llama, tensor": ("model=llama_tiny", "model.num_layers=10", TENSOR, "activation_checkpointing=full"),
+    "t5": ("model=t5_tiny", "model.num_encoder_layers=5", "model.num_decoder_layers=5", "strategy.data=ddp"),
+    "t5, a list of three": ("model=t5_tiny", "model.num_encoder_layers=3", "model.num_decoder_layers=6"),
+}
+
+
+@pytest.mark.parametrize("name", OF_THREE_BLOCKS)
+def test_a_stage_of_three_blocks_is_predicted_from_the_trace_of_longer_ones(name: str, monkeypatch) -> None:
+    """As from its own."""
+    monkeypatch.setenv("BENCH_CACHE", "")
+    settings = ("gpus=6", "batch_size_per_gpu=12", "strategy.pipeline=3", "strategy.micro_batches=3")
+    config = meshed(*OF_THREE_BLOCKS[name], *settings)
+    shorten_list = stage_trace._shorten_list
+    traced_counts, predictions = [], []
+    for lengthens in (True, False):
+        if not lengthens:
+            monkeypatch.setattr(stage_trace, "_shorten_list", lambda blocks, key, _: shorten_list(blocks, key, 0))
+        traces = list_stage_traces(config, build_trace_key(config))
+        traced_counts.append({blocks.num_blocks for key, _ in traces for blocks in key.stage_blocks})
+        predictions.append(predict_run(config))
+    assert 3 in traced_counts[1]
+    assert traced_counts[0] == ({3, 4} if "list" in name else (traced_counts[1] | {4}) - {3})
+    assert_equal(*predictions)
 
 
 @pytest.mark.parametrize("form", ["ring", "all_gather", "all_to_all"])

@@ -243,8 +243,9 @@ def test_parameters_are_known_in_the_order_of_the_model(model, together, apart):
 def test_a_stages_parameters_are_known_in_the_order_of_its_module(model, stages, stage):
     run = config(model=model, strategy="pipeline", gpus=stages, **DEEP[model])
     cuts = Timetable("1f1b", stages, 1, stages).split_blocks(run.model.num_blocks or 0)
-    parts = list_stage_blocks(build_parameter_layout(run.model, 1, False).block_counts, cuts[stage])
-    key = StageTraceKey(build_trace_key(run), shorten_stage_blocks(parts, build_trace_key(run)))
+    block_counts = build_parameter_layout(run.model, 1, False).block_counts
+    parts = list_stage_blocks(block_counts, cuts[stage])
+    key = StageTraceKey(build_trace_key(run), shorten_stage_blocks(parts, build_trace_key(run), block_counts))
     assert sum(part.num_blocks for part in key.stage_blocks) <= 8
     trace = trace_stage(key, 1)
     assert trace_from_plain(json.loads(json.dumps(trace_to_plain(trace)))) == trace

@@ -33,7 +33,6 @@ from bench.prediction.trace.chunks import (
 from bench.prediction.trace.kernels import MATMUL, FloatArray
 from bench.prediction.trace.scaled_trace import ScaledSegment, list_traced_batch_sizes, scale_kernels
 from bench.prediction.trace.stage_trace import (
-    StageBlocks,
     StageTraceKey,
     find_handover_dtype,
     list_stage_blocks,
@@ -166,10 +165,7 @@ def list_stage_traces(config: RunConfig, key: TraceKey) -> list[tuple[TraceKey |
     """Traces of stages, and the sizes of micro-batches at which they are needed."""
     timetable = config.strategy.timetable
     assert timetable is not None
-    stage_keys = {
-        StageTraceKey(key, shorten_stage_blocks(stage_blocks, key)): None
-        for stage_blocks in _cut_into_stage_blocks(config, timetable)
-    }
+    stage_keys = {stage_key: None for stage_key, _ in _cut_into_stages(config, key, timetable)}
     return [
         (stage_key, size)
         for stage_key in stage_keys
@@ -187,9 +183,21 @@ def _count_handover_parts(config: RunConfig) -> int:
     return 1 if split is None else split.handover_parts
 
 
-def _cut_into_stage_blocks(config: RunConfig, timetable: Timetable) -> list[tuple[StageBlocks, ...]]:
+def _cut_into_stages(
+    config: RunConfig, key: TraceKey, timetable: Timetable
+) -> list[tuple[StageTraceKey, tuple[int, ...]]]:
+    """Of each stage its trace, and its blocks per list."""
     block_counts = build_parameter_layout(config.model, 1, False).block_counts
-    return [list_stage_blocks(block_counts, blocks) for blocks in timetable.split_blocks(config.model.num_blocks or 0)]
+    stages = [
+        list_stage_blocks(block_counts, blocks) for blocks in timetable.split_blocks(config.model.num_blocks or 0)
+    ]
+    return [
+        (
+            StageTraceKey(key, shorten_stage_blocks(stage_blocks, key, block_counts)),
+            tuple(blocks.num_blocks for blocks in stage_blocks),
+        )
+        for stage_blocks in stages
+    ]
 
 
 def build_pipeline_stages(config: RunConfig, key: TraceKey, timetable: Timetable) -> list[SimulatedPipelineStage]:
@@ -204,9 +212,7 @@ def build_pipeline_stages(config: RunConfig, key: TraceKey, timetable: Timetable
 
     layer_groups = rank_speed.list_layer_groups(config)
     stages = []
-    for index, stage_blocks in enumerate(_cut_into_stage_blocks(config, timetable)):
-        stage_key = StageTraceKey(key, shorten_stage_blocks(stage_blocks, key))
-        block_counts = tuple(blocks.num_blocks for blocks in stage_blocks)
+    for index, (stage_key, block_counts) in enumerate(_cut_into_stages(config, key, timetable)):
         segments, weight_seconds = _build_stage_segments(
             stage_key, num_sequences, rank_speed.build_hashable_hardware(config), block_counts, layer_groups
         )

@@ -153,7 +153,7 @@ def build_chunks(
     repetitions = np.ones(len(segment.joint_free_places))
     for index, (list_index, position) in enumerate(segment.joint_free_places if block_positions else ()):
         if list_index >= 0:
-            repetitions[index] = max(1, block_positions[list_index].count_alike(position))
+            repetitions[index] = block_positions[list_index].count_alike(position)
     changes = np.rint(segment.changes[0] + batch_weight * segment.changes[1]) * repetitions
     lasting_changes = np.rint(segment.lasting_changes[0] + batch_weight * segment.lasting_changes[1]) * repetitions
     exposed_seconds = _list_exposed_seconds(segment, batch_weight, kernel_seconds, time_collective)

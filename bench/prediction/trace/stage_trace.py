@@ -98,19 +98,32 @@ def list_stage_blocks(block_counts: tuple[int, ...], blocks: range) -> tuple[Sta
     return tuple(stage_blocks)
 
 
-def shorten_stage_blocks(stage_blocks: tuple[StageBlocks, ...], key: TraceKey) -> tuple[StageBlocks, ...]:
+def shorten_stage_blocks(
+    stage_blocks: tuple[StageBlocks, ...], key: TraceKey, block_counts: tuple[int, ...]
+) -> tuple[StageBlocks, ...]:
     """The stage that is traced in a stage's place: long lists are shortened, unless blocks are not alike, or not
-    checkpointed alike."""
-    return stage_blocks if _is_traced_whole(key) else tuple(_shorten_list(blocks, key) for blocks in stage_blocks)
+    checkpointed alike. Of a list that has one block less than are traced the trace is that of longer ones, too.
+
+    Parameters
+    ----------
+    block_counts: tuple of int
+        Blocks per list of the whole model.
+    """
+    if _is_traced_whole(key):
+        return stage_blocks
+    return tuple(_shorten_list(blocks, key, block_counts[blocks.list_index]) for blocks in stage_blocks)
 
 
-def _shorten_list(blocks: StageBlocks, key: TraceKey) -> StageBlocks:
+def _shorten_list(blocks: StageBlocks, key: TraceKey, list_length: int) -> StageBlocks:
     assert blocks.first_position is not None
     first_position = min(blocks.first_position, key.num_first_blocks)
     num_traced = count_traced_blocks(_count_first_blocks(key, first_position), 1)
+    can_lengthen = first_position + num_traced + (not blocks.has_last_block) <= list_length
     return dataclasses.replace(
         blocks,
-        num_blocks=min(blocks.num_blocks, num_traced),
+        num_blocks=num_traced
+        if can_lengthen and blocks.num_blocks == num_traced - 1
+        else min(blocks.num_blocks, num_traced),
         first_position=None if key.num_first_blocks == 1 else first_position,
     )
 
