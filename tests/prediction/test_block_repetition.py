@@ -19,7 +19,7 @@ from bench.strategies.step_plan import ALL_GATHER_STREAM, GRADIENT_MEMORY
 from tests.conftest import SMALL_GPT, compose_run_config
 from tests.prediction.test_repetition import assert_equal
 
-DEEP_GPT = (*SMALL_GPT, "model.num_layers=40", "hardware=h100_80gb", "mode=predict", "sequence_length=128")
+DEEP_GPT = (*SMALL_GPT, "model.num_layers=48", "hardware=h100_80gb", "mode=predict", "sequence_length=128")
 ON_8_GPUS = (*DEEP_GPT, "precision=bf16", "gpus=8", "gpus_per_node=4", "batch_size_per_gpu=4")
 DEEP_T5 = (
     *(
@@ -54,7 +54,10 @@ RUNS = {
     "fsdp, offloaded": (*ON_8_GPUS, "strategy=fsdp", "strategy.cpu_offload=true"),
     "fsdp, units of two blocks": (*ON_8_GPUS, "strategy=fsdp", "strategy.blocks_per_unit=2"),
     "fsdp, checkpointed": (*ON_8_GPUS, "strategy=fsdp", "activation_checkpointing=full"),
-    "fsdp, every other block checkpointed": (*ON_8_GPUS, "strategy=fsdp", "activation_checkpointing=selective"),
+    "fsdp, selective checkpointing": (*ON_8_GPUS, "strategy=fsdp", "activation_checkpointing=selective"),
+    "fsdp, every other block checkpointed": (*ON_8_GPUS, "strategy=fsdp", "activation_checkpointing=every_2"),
+    "fsdp1, every third block checkpointed": (*ON_8_GPUS, "strategy=fsdp1", "activation_checkpointing=every_3"),
+    "ddp, every other block checkpointed": (*ON_8_GPUS, "strategy=ddp", "activation_checkpointing=every_2"),
     "fsdp1": (*ON_8_GPUS, "strategy=fsdp1"),
     "fsdp1 of one rank": (*ON_8_GPUS, "strategy=fsdp1", "strategy.sharding_factor=1"),
     "fsdp1, not limited": (*ON_8_GPUS, "strategy=fsdp1", "strategy.limit_all_gathers=false"),
@@ -70,8 +73,8 @@ RUNS = {
     "lora": (*DEEP_LLAMA, "strategy=fsdp", "finetune=lora"),
     "experts": (*DEEP_LLAMA, "model=moe_tiny", "model.num_layers=36", "strategy=fsdp"),
 }
-SIMULATED_WHOLE = {"zero1", "ddp, powersgd", "deepspeed 3", "fsdp1 of one rank", "fsdp1, not limited"}
-"""Of the first three it is not known whether what the plan remembers repeats; of the others ever more memory waits for
+SIMULATED_WHOLE = {"zero1", "ddp, powersgd", "deepspeed 2", "deepspeed 3", "fsdp1 of one rank", "fsdp1, not limited"}
+"""Of the first four it is not known whether what the plan remembers repeats; of the others ever more memory waits for
 other streams."""
 
 
@@ -184,10 +187,32 @@ def test_names_and_numbers_of_a_plan_and_of_a_rank_go_on() -> None:
 
 
 def test_a_plan_that_holds_what_may_change_unseen_is_not_repeated() -> None:
-    for value in (object(), {"names": []}, [{1}], SimpleNamespace(count=1)):
+    for value in (object(), {"names": []}, [{1}], SimpleNamespace(count=1), [SimpleNamespace(count=1)], {1: object()}):
         assert copy_plan_state(SimpleNamespace(value=value)) is None
     for value in ({"names": (1,)}, [1, 2], {"one"}, 1, 2.0, None, "whole 3", ("a", "b")):
         assert copy_plan_state(SimpleNamespace(value=value)).values == {"value": value}
+
+
+@pytest.mark.parametrize("step", [1, -1, 2, -2, 3])
+@pytest.mark.parametrize("lifetime", [1, 2, 5])
+@pytest.mark.parametrize("count", [1, 2, 3, 20])
+def test_names_that_come_and_go_are_those_of_as_many_passes(step: int, lifetime: int, count: int) -> None:
+    """Several in each pass, some of which stay."""
+
+    def list_values(num_passes: int) -> dict[str, tuple[float]]:
+        values: dict[str, tuple[float]] = {"total": (2.0 * num_passes,)}
+        for number in range(num_passes):
+            for unit in range(abs(step)):
+                index = number * step + unit
+                values[f"gradient {index}"] = (float(number),)
+                if number >= num_passes - lifetime:
+                    values[f"buffer {index} of all"] = (4.0,)
+        return values
+
+    states = [list_values(10 + number) for number in (0, 1, 2)]
+    change = find_named_change(*states)
+    assert change is not None
+    assert change.extrapolate(states[-1], count) == list_values(12 + count)
 
 
 @pytest.mark.parametrize(

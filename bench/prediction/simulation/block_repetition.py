@@ -1,8 +1,11 @@
-"""Blocks of a model that change a rank by the same each: all but the first and the last ones need not be simulated.
+"""Many equal blocks of a model: the first ones are simulated until each changes the rank's state alike, and the last.
 
-What is named after a unit's number has in every block the number that comes next: so it goes on after blocks that were
-left out. What a rank computes next depends on its times by sums and by the later of two alone. Where every time of its
-state has moved on by as much in one block as in the block before, it will in the next, until one overtakes another.
+The state before a block is compared with those before the two previous blocks. If both blocks have changed the same
+bytes by the same numbers and all times by the same seconds, the state after the next `n` blocks is the present one plus
+`n` such changes. Names that hold the number of a unit (``all-gather 7``) have the next number in every block.
+
+This holds until one time overtakes another: what a rank computes depends on its times by sums and by the later of two
+alone, so as long as their order stays, all move on as before.
 """
 
 from __future__ import annotations
@@ -21,8 +24,8 @@ from bench.strategies.step_plan import StepPlan
 MAX_PERIOD = 8
 """Blocks that take turns, at most."""
 
-NUM_LAST = 2
-"""Blocks, or periods of them, that are simulated at the end: plans look ahead to the next unit, which may differ."""
+NUM_LAST = 4
+"""Blocks, or periods of them, that are simulated at the end: plans gather the next units early, which may differ."""
 
 MIN_REPETITIONS = 24
 """Of fewer blocks the states cost as much to compare as the blocks to simulate: measured with T5 (24 blocks per list)
@@ -34,7 +37,7 @@ MAX_COMPARED = 12
 
 @dataclass(frozen=True)
 class RepeatedBlocks:
-    """A block from which on others like it follow, one after the other or taking turns."""
+    """A block that others like it follow, or the first of several that take turns."""
 
     period: int
     """Blocks after which they repeat."""
@@ -46,7 +49,7 @@ class RepeatedBlocks:
 def find_repeated_blocks(
     passes: Sequence[tuple[SegmentAtBatch, BlockPlace]], layout: ParameterLayout
 ) -> dict[int, RepeatedBlocks]:
-    """By the position of a pass over a block, where a period begins: what follows.
+    """Where equal blocks follow each other: by the position of the pass at which each period of them begins.
 
     Parameters
     ----------
@@ -82,7 +85,8 @@ def _list_pass_kinds(
 
 
 def _find_period(kinds: Sequence[tuple[object, ...] | None], start: int) -> tuple[int, int]:
-    """After how many passes those from a position on repeat, and where they stop to; 0 if they do not."""
+    """After how many passes those from a position on repeat, and the position behind the last that does; 0 if they do
+    not repeat often enough."""
     if kinds[start] is None:
         return 0, start
     for period in range(1, MAX_PERIOD + 1):

@@ -1,4 +1,4 @@
-"""What a plan remembers within a step: read from its attributes, so that plans need not say it themselves."""
+"""What a plan remembers within a step, read from its attributes: plans need not state it themselves."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bench.strategies.step_plan import StepPlan
 CONTAINERS = frozenset({set, list, dict, deque})
 
 CONSTANTS = (str, int, float, tuple, frozenset, type(None), Enum, type, FunctionType, MethodType)
-"""Types of attributes that only change by being set anew, beside frozen dataclasses."""
+"""Types of values that do not change in place, beside frozen dataclasses."""
 
 
 @dataclass(frozen=True)
@@ -57,23 +57,26 @@ class PlanChange:
 
 
 def copy_plan_state(plan: StepPlan) -> PlanState | None:
-    """The attributes as they are now; None where one of them holds what may change unseen."""
+    """The attributes as they are now; None where one of them, or an element of one, could change in place unseen."""
     values = {}
     for name, value in vars(plan).items():
-        if type(value) in CONTAINERS:
-            elements: Collection[Any] = value.values() if isinstance(value, dict) else value
-            if not CONTAINERS.isdisjoint(map(type, elements)):
+        kind = type(value)
+        if kind in CONTAINERS:
+            elements: Collection[Any] = value.values() if kind is dict else value
+            if not all(map(_is_constant, set(map(type, elements)))):
                 return None
             values[name] = value.copy()
-        elif isinstance(value, CONSTANTS) or _is_frozen(value):
+        elif _is_constant(kind):  # type: ignore[arg-type]
             values[name] = value
         else:
             return None
     return PlanState(values)
 
 
-def _is_frozen(value: Any) -> bool:
-    return dataclasses.is_dataclass(value) and value.__dataclass_params__.frozen  # type: ignore[union-attr, no-any-return]
+@functools.cache
+def _is_constant(kind: type) -> bool:
+    is_frozen = dataclasses.is_dataclass(kind) and kind.__dataclass_params__.frozen  # type: ignore[attr-defined]
+    return issubclass(kind, CONSTANTS) or is_frozen
 
 
 def _find_mover(first: Any, second: Any, third: Any) -> Callable[[int], Any] | None:

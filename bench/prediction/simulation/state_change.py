@@ -1,4 +1,4 @@
-"""What a pass changes of a rank's state, where two passes, one after the other, change it alike."""
+"""The change that two consecutive passes (blocks, micro-batches) both make to a rank's state, and its extrapolation."""
 
 from __future__ import annotations
 
@@ -50,6 +50,11 @@ class MovingValue:
     rest: tuple[Any, ...] = ()
     """What stays of the value."""
 
+    @property
+    def series(self) -> tuple[str, str, int]:
+        """Equal for all names that this one has in one pass or another."""
+        return self.before, self.after, self.number % self.number_step if self.number_step else self.number
+
     def name_after(self, passes: int) -> str:
         """The name, so many passes later."""
         return f"{self.before}{self.number + passes * self.number_step}{self.after}"
@@ -80,23 +85,22 @@ class NamedChange:
         later_values = dict(values)
         for name, value in self.changed.items():
             later_values[name] = (value.value + count * value.step, *value.rest)
-        lifetimes = self._lifetimes
         for value in self.removed:
-            for passes in range(1, min(count, lifetimes.get((value.before, value.after), count)) + 1):
+            for passes in range(1, min(count, self._lifetimes.get(value.series, count)) + 1):
                 later_values.pop(value.name_after(passes), None)
         for value in self.moved:
-            for passes in range(max(0, count - lifetimes.get((value.before, value.after), count)) + 1, count + 1):
+            for passes in range(max(0, count - self._lifetimes.get(value.series, count)) + 1, count + 1):
                 later_values[value.name_after(passes)] = (value.value + passes * value.step, *value.rest)
         return later_values
 
     @functools.cached_property
-    def _lifetimes(self) -> dict[tuple[str, str], int]:
-        """Passes for which a name is there, by its words: of those that are added and removed again."""
-        removed = {(value.before, value.after): value for value in self.removed}
+    def _lifetimes(self) -> dict[tuple[str, str, int], int]:
+        """Of names that are added and removed again: the passes for which they are there, by their series."""
+        removed = {value.series: value.number for value in self.removed if value.number_step}
         return {
-            words: (value.number - removed[words].number) // value.number_step
+            value.series: (value.number - removed[value.series]) // value.number_step
             for value in self.moved
-            if (words := (value.before, value.after)) in removed
+            if value.series in removed
         }
 
 
