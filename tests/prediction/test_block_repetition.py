@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from bench.prediction.predictor import predict_run
 from bench.prediction.simulation import block_repetition
 from bench.prediction.simulation.block_repetition import BlockRepetition
 from bench.prediction.simulation.plan_state import copy_plan_state
@@ -17,7 +16,7 @@ from bench.prediction.simulation.state_change import find_named_change
 from bench.prediction.trace.chunks import Chunk
 from bench.strategies.step_plan import ALL_GATHER_STREAM, GRADIENT_MEMORY
 from tests.conftest import SMALL_GPT, compose_run_config
-from tests.prediction.test_repetition import assert_equal
+from tests.prediction.test_repetition import assert_equal, predict_twice
 
 DEEP_GPT = (*SMALL_GPT, "model.num_layers=48", "hardware=h100_80gb", "mode=predict", "sequence_length=128")
 ON_8_GPUS = (*DEEP_GPT, "precision=bf16", "gpus=8", "gpus_per_node=4", "batch_size_per_gpu=4")
@@ -78,41 +77,29 @@ SIMULATED_WHOLE = {"zero1", "ddp, powersgd", "deepspeed 2", "deepspeed 3", "fsdp
 other streams."""
 
 
-def predict_twice(config: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any, int]:
-    """With blocks left out, with none, and how many are."""
-    monkeypatch.setenv("BENCH_CACHE", "")
-    leave_out, counts = BlockRepetition.leave_out, []
-
-    def count(self: BlockRepetition, num_left: int) -> int:
-        counts.append(leave_out(self, num_left))
-        return counts[-1]
-
-    monkeypatch.setattr(BlockRepetition, "leave_out", count)
-    shortened = predict_run(config)
-    monkeypatch.setattr(BlockRepetition, "leave_out", lambda self, num_left: 0)
-    return shortened, predict_run(config), sum(counts)
-
-
 @pytest.mark.parametrize("name", RUNS)
 def test_blocks_that_are_left_out_change_nothing(name: str, monkeypatch) -> None:
+    monkeypatch.setenv("BENCH_CACHE", "")
     monkeypatch.setattr(block_repetition, "MIN_REPETITIONS", 6)
-    shortened, whole, num_left_out = predict_twice(compose_run_config(*RUNS[name]), monkeypatch)
+    shortened, whole, num_left_out = predict_twice(compose_run_config(*RUNS[name]), monkeypatch, BlockRepetition)
     assert num_left_out == 0 if name in SIMULATED_WHOLE else num_left_out >= 8
     assert_equal(shortened, whole)
 
 
 def test_blocks_are_left_out_where_nobody_knows_how_fast_it_is(monkeypatch) -> None:
     """On a CPU that was not calibrated: all times are zero."""
+    monkeypatch.setenv("BENCH_CACHE", "")
     monkeypatch.setattr(block_repetition, "MIN_REPETITIONS", 6)
     settings = (*SMALL_GPT, "model.num_layers=40", "mode=predict", "precision=fp32", "strategy=fsdp", "gpus=2")
-    shortened, whole, num_left_out = predict_twice(compose_run_config(*settings), monkeypatch)
+    shortened, whole, num_left_out = predict_twice(compose_run_config(*settings), monkeypatch, BlockRepetition)
     assert num_left_out >= 8
     assert shortened == whole
 
 
 def test_few_blocks_are_simulated_one_by_one(monkeypatch) -> None:
+    monkeypatch.setenv("BENCH_CACHE", "")
     settings = (*ON_8_GPUS, "strategy=fsdp", "model.num_layers=20")
-    assert predict_twice(compose_run_config(*settings), monkeypatch)[2] == 0
+    assert predict_twice(compose_run_config(*settings), monkeypatch, BlockRepetition)[2] == 0
 
 
 def run_blocks(rank: SimulatedRank, plan: Any, num_blocks: int, block: Callable[[int], None]) -> int:

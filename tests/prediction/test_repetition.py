@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -54,18 +55,20 @@ RUNS = {
 }
 
 
-def predict_twice(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> tuple[Prediction, Prediction, int]:
+def predict_twice(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch, repetition: type = Repetition
+) -> tuple[Prediction, Prediction, int]:
     """With passes left out, with none, and how many are."""
     counts = []
-    leave_out = Repetition.leave_out
+    leave_out = repetition.leave_out  # type: ignore[attr-defined]
 
-    def count(self: Repetition, num_left: int) -> int:
+    def count(self: Any, num_left: int) -> int:
         counts.append(leave_out(self, num_left))
         return counts[-1]
 
-    monkeypatch.setattr(Repetition, "leave_out", count)
+    monkeypatch.setattr(repetition, "leave_out", count)
     shortened = predict_run(config)
-    monkeypatch.setattr(Repetition, "leave_out", lambda self, num_left: 0)
+    monkeypatch.setattr(repetition, "leave_out", lambda self, num_left: 0)
     return shortened, predict_run(config), sum(counts)
 
 
