@@ -11,7 +11,7 @@ from enum import Enum
 from types import FunctionType, MethodType
 from typing import Any
 
-from bench.prediction.simulation.state_change import NamedChange, NamedValues, find_named_change, join_name, split_name
+from bench.prediction.simulation.state_change import NamedChange, NamedValues, find_named_change
 from bench.strategies.step_plan import StepPlan
 
 CONTAINERS = frozenset({set, list, dict, deque})
@@ -86,13 +86,8 @@ def _find_mover(first: Any, second: Any, third: Any) -> Callable[[int], Any] | N
         step = third - second
         return (lambda count: third + count * step) if step == second - first else None
     if all(isinstance(value, str) for value in values):
-        (words, number), (second_words, second_number), (first_words, first_number) = map(split_name, values[::-1])
-        if not words == second_words == first_words or number is None or second_number is None or first_number is None:
-            return None
-        number_step = number - second_number
-        if number_step != second_number - first_number:
-            return None
-        return lambda count: join_name(words, number + count * number_step)
+        find_name = _find_mover({first}, {second}, {third})
+        return find_name and (lambda count: next(iter(find_name(count))))
     kind = type(third)
     element_types = {type(element) for value in values for element in value} if kind in (set, list) else set()
     if any(type(value) is not kind for value in values) or element_types not in ({int}, {str}):

@@ -1,4 +1,4 @@
-"""Passes over a rank that change it by the same each: all but some of them need not be simulated.
+"""Passes over a rank that change it by the same each: all but the last of them need not be simulated.
 
 The passes are micro-batches, or cycles of a pipeline's timetable. They may take turns: what they ask of the caching
 allocator can come to lie in one of two places, and in the other one the next time.

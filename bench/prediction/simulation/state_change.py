@@ -40,9 +40,8 @@ def join_name(words: tuple[str, str], number: int) -> str:
 class MovingValue:
     """A value that has a name, and how both move on from pass to pass."""
 
-    before: str
-    """Of the name, before its number."""
-    after: str
+    words: tuple[str, str]
+    """Of the name, before and after its number."""
     number: int
     number_step: int
     value: float = 0.0
@@ -51,13 +50,13 @@ class MovingValue:
     """What stays of the value."""
 
     @property
-    def series(self) -> tuple[str, str, int]:
+    def series(self) -> tuple[tuple[str, str], int]:
         """Equal for all names that this one has in one pass or another."""
-        return self.before, self.after, self.number % self.number_step if self.number_step else self.number
+        return self.words, self.number % self.number_step if self.number_step else self.number
 
     def name_after(self, passes: int) -> str:
         """The name, so many passes later."""
-        return f"{self.before}{self.number + passes * self.number_step}{self.after}"
+        return join_name(self.words, self.number + passes * self.number_step)
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,7 @@ class NamedChange:
         return later_values
 
     @functools.cached_property
-    def _lifetimes(self) -> dict[tuple[str, str, int], int]:
+    def _lifetimes(self) -> dict[tuple[tuple[str, str], int], int]:
         """Of names that are added and removed again: the passes for which they are there, by their series."""
         removed = {value.series: value.number for value in self.removed if value.number_step}
         return {
@@ -141,13 +140,13 @@ def find_named_change(
         step = value - second_value
         if not rest == second_rest == first_rest or abs(step - (second_value - first_value)) > tolerance:
             return None
-        moving_value = MovingValue(*words, number or 0, number_step, value, step, tuple(rest))
+        moving_value = MovingValue(words, number or 0, number_step, value, step, tuple(rest))
         if number_step:
             moved.append(moving_value)
         else:
             same_names[name] = moving_value
     removed_values = [
-        MovingValue(*words, number or 0, removed_steps[words]) for words, number in map(split_name, removed[1])
+        MovingValue(words, number or 0, removed_steps[words]) for words, number in map(split_name, removed[1])
     ]
     return NamedChange(same_names, tuple(moved), tuple(removed_values))
 

@@ -67,17 +67,8 @@ def simulate_step(
     segments_by_micro_batch = [
         tuple(segment for segment in segments if segment.micro_batch == number) for number in (0, 1)
     ]
-    passes_by_micro_batch = [
-        [
-            (segment, place)
-            for segment, place in expand_to_full_depth(micro_batch_segments, layout.block_counts, block_period)
-            if segment.phase not in (END_PHASE, "optimizer")
-        ]
-        for micro_batch_segments in segments_by_micro_batch
-    ]
-    repeated_blocks = [find_repeated_blocks(passes, layout) for passes in passes_by_micro_batch]
-    end_chunks = [
-        [chunk for segment in micro_batch_segments if segment.phase == END_PHASE for chunk in segment.chunks]
+    micro_batches = [
+        _arrange_micro_batch(micro_batch_segments, layout, block_period)
         for micro_batch_segments in segments_by_micro_batch
     ]
     merged_chunks = MergedChunks(plan)
@@ -86,12 +77,7 @@ def simulate_step(
     while number < num_micro_batches:
         synchronize = synchronize_every_micro_batch or number == num_micro_batches - 1
         plan.begin_micro_batch(simulated_rank, number=number, synchronize=synchronize)
-        kind = min(number, 1)
-        _simulate_micro_batch(
-            simulated_rank, plan, layout, passes_by_micro_batch[kind], repeated_blocks[kind], merged_chunks
-        )
-        for chunk in end_chunks[kind]:
-            simulated_rank.simulate_chunk(chunk, "backward")
+        _simulate_micro_batch(simulated_rank, plan, layout, micro_batches[min(number, 1)], merged_chunks)
         number += 1
         if number > 1:  # the first differs from those behind it, and so may the last
             number += repetition.leave_out(num_micro_batches - 1 - number)
@@ -121,33 +107,48 @@ def simulate_step(
     simulated_rank.synchronize()
 
 
+@dataclass(frozen=True)
+class _MicroBatch:
+    """What a micro-batch computes, at the model's true depth."""
+
+    passes: Sequence[tuple[SegmentAtBatch, BlockPlace]]
+    """Over blocks, and over what lies outside of them, forward and backward, with their places."""
+    repeated_blocks: Mapping[int, RepeatedBlocks]
+    """As `find_repeated_blocks` says of the passes."""
+    end_chunks: Sequence[Chunk]
+    """What follows them."""
+
+
+def _arrange_micro_batch(
+    segments: tuple[SegmentAtBatch, ...], layout: ParameterLayout, block_period: int
+) -> _MicroBatch:
+    passes = [
+        (segment, place)
+        for segment, place in expand_to_full_depth(segments, layout.block_counts, block_period)
+        if segment.phase not in (END_PHASE, "optimizer")
+    ]
+    end_chunks = [chunk for segment in segments if segment.phase == END_PHASE for chunk in segment.chunks]
+    return _MicroBatch(passes, find_repeated_blocks(passes, layout), end_chunks)
+
+
 def _simulate_micro_batch(
     simulated_rank: SimulatedRank,
     plan: StepPlan,
     layout: ParameterLayout,
-    passes: Sequence[tuple[SegmentAtBatch, BlockPlace]],
-    repeated_blocks: Mapping[int, RepeatedBlocks],
+    micro_batch: _MicroBatch,
     merged_chunks: MergedChunks,
 ) -> None:
-    """A micro-batch forward and backward.
-
-    Parameters
-    ----------
-    passes: sequence of (SegmentAtBatch, place)
-        Over blocks, and over what lies outside of them, in order.
-    repeated_blocks: mapping
-        As `find_repeated_blocks` says of them.
-    """
     root, outside_parameters = layout.units[0], layout.parameters_by_place[None]
     current_unit: ShardingUnit | None = None
     previous_segment: SegmentAtBatch | None = None
     input_bytes: dict[int, float] = defaultdict(float)
     simulated_rank.phase, simulated_rank.module = "forward", root.name
     plan.before_forward(simulated_rank, root)
+    passes = micro_batch.passes
     repetition: BlockRepetition | None = None
     index = 0
     while index < len(passes):
-        blocks = repeated_blocks.get(index)
+        blocks = micro_batch.repeated_blocks.get(index)
         if blocks is not None:
             repetition = BlockRepetition(simulated_rank, plan) if blocks.is_first else repetition
             assert repetition is not None
@@ -194,6 +195,8 @@ def _simulate_micro_batch(
     plan.after_backward(simulated_rank, root)
     plan.after_micro_batch_backward(simulated_rank)
     simulated_rank.free(FROZEN_INPUTS_NAME)
+    for chunk in micro_batch.end_chunks:
+        simulated_rank.simulate_chunk(chunk, "backward")
 
 
 def _keep_frozen_input(simulated_rank: SimulatedRank, unit: ShardingUnit, input_bytes: float) -> None:
