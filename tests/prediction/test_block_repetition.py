@@ -184,7 +184,7 @@ def test_a_plan_that_holds_what_may_change_unseen_is_not_repeated() -> None:
 @pytest.mark.parametrize("lifetime", [1, 2, 5])
 @pytest.mark.parametrize("count", [1, 2, 3, 20])
 def test_names_that_come_and_go_are_those_of_as_many_passes(step: int, lifetime: int, count: int) -> None:
-    """Several in each pass, some of which stay."""
+    """Several in each pass, each for longer than the one before it, and some that stay."""
 
     def list_values(num_passes: int) -> dict[str, tuple[float]]:
         values: dict[str, tuple[float]] = {"total": (2.0 * num_passes,)}
@@ -192,7 +192,7 @@ def test_names_that_come_and_go_are_those_of_as_many_passes(step: int, lifetime:
             for unit in range(abs(step)):
                 index = number * step + unit
                 values[f"gradient {index}"] = (float(number),)
-                if number >= num_passes - lifetime:
+                if number >= num_passes - lifetime - unit:
                     values[f"buffer {index} of all"] = (4.0,)
         return values
 
