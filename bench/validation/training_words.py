@@ -15,7 +15,7 @@ import yaml
 from bench.config.groups import list_config_groups
 from bench.core.option_files import find_option_file
 from bench.core.precision import TRANSFORMER_ENGINE
-from bench.validation.mesh_words import build_mesh_overrides, read_degrees
+from bench.validation.mesh_words import build_layout_overrides, build_mesh_overrides, read_degrees
 from bench.validation.overrides import NotExpressibleError, Overrides
 from bench.validation.printed_numbers import is_blank
 
@@ -211,9 +211,10 @@ STAGE_PATTERN = r"zero[ -]?(?:stage)?[ -]?([0-3])(?:/([0-3]))?|stage[ -]?([0-3])
 NO_FSDP_PATTERN = r"\bfsdp[ =:]*(?:0|false)\b"
 """Columns that say that it is off."""
 
+MEGATRON_FSDP_PATTERN = r"megatron[ -]fsdp|megatron.*\bfsdp[ =:]+[1-9]"
+
 FOREIGN_PATTERNS = {
     r"fairscale|sharded ?ddp": "fairscale is another implementation",
-    r"megatron[ -]fsdp|megatron.*\bfsdp 1\b": "Megatron-FSDP is another implementation",
     r"llmq": "llmq is CUDA written by hand, not PyTorch",
     r"colossal|gemini|alpa|mesh[ -]tensorflow|paddle|jax|xla|tpu": "another framework than PyTorch",
     r"q-?galore|galore|lomo\b|badam": "an optimizer or adapter that the suite does not have",
@@ -233,11 +234,26 @@ def read_strategy(strategy: str, sharding: str, gpus: int) -> Overrides:
     for pattern, reason in FOREIGN_PATTERNS.items():
         if re.search(pattern, words):
             raise NotExpressibleError(f"{strategy}: {reason}")
-    overrides = build_mesh_overrides(read_degrees(words), words, gpus) or _read_data_parallelism(strategy, words, gpus)
+    overrides = (
+        _read_megatron_fsdp(words, gpus)
+        or build_mesh_overrides(read_degrees(words), words, gpus)
+        or _read_data_parallelism(strategy, words, gpus)
+    )
     adapters = _read_adapters(words)
     if gpus == 1 and adapters.settings and overrides.settings["strategy"] == "fsdp1":  # which torch's fails at
         overrides = Overrides({"strategy": "single"}, [f"{strategy} on one GPU is predicted as no strategy at all"])
     overrides.add(adapters)
+    return overrides
+
+
+def _read_megatron_fsdp(words: str, gpus: int) -> Overrides | None:
+    """Megatron-FSDP, which frees what it gathered after forward as FSDP2 does; None where words mean something else."""
+    if not re.search(MEGATRON_FSDP_PATTERN, words):
+        return None
+    degrees = read_degrees(words)
+    is_divided = max(degrees.values()) > 1
+    overrides = build_layout_overrides(degrees, words, gpus) if is_divided else Overrides({"strategy": "fsdp"})
+    overrides.assumptions.append("Megatron-FSDP is predicted as FSDP2")
     return overrides
 
 

@@ -26,12 +26,15 @@ PUBLISHED = {
     "mixtral_8x7b": (46_702_792_704, 12.9e9, 0),
     "mixtral_8x22b": (140_620_634_112, 39e9, 0),
     "qwen3_30b_a3b": (30_532_122_624, 3.3e9, 0),
+    "qwen3_235b_a22b": (235_093_634_560, 22e9, 0),
     "gpt_oss_20b": (20_914_757_184, 3.61e9, 1),
     "gpt_oss_120b": (116_829_156_672, 5.13e9, 1),
     "deepseek_v2_lite": (15_706_484_224, 2.4e9, 1),
     # arXiv:2405.04434 (236B, 21B active), arXiv:2412.19437 (671B without the layer of multi-token prediction, 37B).
     "deepseek_v2": (235_741_434_880, 21e9, 0),
     "deepseek_v3": (671_026_404_352, 37e9, 1),
+    # arXiv:2507.20534, table 2, has 1.04T, 32.6B active; the exact sum is this suite's.
+    "kimi_k2": (1_026_408_209_408, 32.6e9, 0),
 }
 DEEPSEEK = {
     "num_kv_heads": 4,

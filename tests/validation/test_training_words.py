@@ -97,6 +97,11 @@ def test_gpus_that_nothing_describes_are_refused(text: str) -> None:
                 **{"strategy.schedule": "interleaved_1f1b", "strategy.virtual_stages": "3"},
             },
         ),
+        ("Megatron-FSDP", "FSDP 64, TP 1, PP 1, GA 2; distributed optimizer with overlap", 64, {"strategy": "fsdp"}),
+        (
+            *("Megatron TP+PP+DP", "FSDP 1, TP 2, PP 2", 64),
+            {"strategy": "mesh", "strategy.tensor": "2", "strategy.pipeline": "2", "strategy.data": "fsdp"},
+        ),
         (
             *("Megatron-DeepSpeed", "DP2 TP4 PP8 ZeRO-1", 64),
             {"strategy": "mesh", "strategy.tensor": "4", "strategy.pipeline": "8", "strategy.data": "zero1"},
@@ -128,7 +133,6 @@ def test_strategies_are_found_by_their_words(strategy: str, sharding: str, gpus:
     [
         ("Megatron", "TP8 PP6", "do not come to 64 GPUs"),
         ("Megatron", "TP8 PP2 DP8", "do not come to 64 GPUs"),
-        ("Megatron", "FSDP 1, TP 2, PP 2", "Megatron-FSDP"),
         ("FSDP + TP", "", "degree of TP is not stated"),
         ("DeepSpeed", "", "stage of DeepSpeed's ZeRO is not stated"),
         ("ZeRO-1/2", "", "more than one stage"),
