@@ -26,7 +26,7 @@ from bench.prediction.intervals import (
 )
 from bench.prediction.intervals import DEVICE_USED as DEVICE_USED_METRIC
 from bench.prediction.other_software_memory import predict_peak
-from bench.prediction.prediction import DOES_NOT_FIT, FITS, TOO_CLOSE, MemoryPrediction, PredictedRange, Prediction
+from bench.prediction.prediction import DOES_NOT_FIT, FITS, TOO_CLOSE, MemoryPrediction, Prediction
 from bench.prediction.predictor import predict_runs
 from bench.validation.metrics import (
     ACTIVE,
@@ -285,18 +285,26 @@ def _compute_bytes(reading: Reading, config: RunConfig, prediction: Prediction, 
     if quantity.kind == BETWEEN_STEPS:
         parts = (*RESTING_PARTS, "gradients") if config.strategy.name.startswith("fsdp") else RESTING_PARTS
         return float(sum(memory.parts[part] for part in parts))
-    ranges: dict[str, PredictedRange] = {
-        ALLOCATED: memory.allocated,
-        ACTIVE: memory.active,
-        RESERVED: memory.reserved,
-        DEVICE_USED: memory.device_used,
-    }
+    added_bytes = _compute_reentrant_bytes(reading, config)
+    if quantity.kind in (ALLOCATED, ACTIVE):
+        return added_bytes + (memory.allocated if quantity.kind == ALLOCATED else memory.active).value
+    reserved_bytes = memory.reserved.value
+    if added_bytes:
+        most_bytes = math.inf if memory.capacity is None else memory.capacity
+        reserved_bytes = max(memory.active.value + added_bytes, min(memory.wanted.value + added_bytes, most_bytes))
+    if quantity.kind == RESERVED:
+        return reserved_bytes
     devices = config.gpus if quantity.metric == "device_used_all_gpus" else 1
-    size = ranges[quantity.kind].value
-    if quantity.kind == ALLOCATED and reading.recomputes_whole and config.finetune.name != "full":
-        loss = reading.loss_memory  # for all others a reentrant checkpoint makes no difference
-        size += predict_peak(config, is_reentrant=True, loss=loss) - predict_peak(config, loss=loss)
-    return size * devices
+    return (reserved_bytes + memory.device_used.value - memory.reserved.value) * devices
+
+
+def _compute_reentrant_bytes(reading: Reading, config: RunConfig) -> float:
+    """What a reentrant checkpoint, and another loss, hold more than the suite's at the peak; for models that are
+    trained as a whole, checkpoints make no difference."""
+    if not reading.recomputes_whole or config.finetune.name == "full":
+        return 0.0
+    loss = reading.loss_memory
+    return predict_peak(config, is_reentrant=True, loss=loss) - predict_peak(config, loss=loss)
 
 
 def _compute_step_seconds(reading: Reading, config: RunConfig, prediction: Prediction) -> float:

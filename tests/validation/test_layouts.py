@@ -184,6 +184,43 @@ def test_logits_that_are_let_go_before_backward_are_taken_off_the_peak() -> None
     assert score(freed).predicted_value == pytest.approx(score(reading).predicted_value - difference)
 
 
+LLAMA2_7B = {
+    **{"model": "llama2_7b", "sequence_length": "4096", "batch_size_per_gpu": "4"},
+    **{"activation_checkpointing": "full"},
+}
+
+
+@pytest.mark.parametrize("metric", ["peak_memory_allocated", "peak_memory_reserved", "peak_memory_device_used"])
+@pytest.mark.parametrize("layers", ["LoRA", "full"])
+def test_what_reentrant_checkpoints_hold_counts_in_every_kind_of_peak(metric: str, layers: str) -> None:
+    line = {"strategy": f"FSDP {layers}", "sharding": "full_shard", "metric": metric, "unit": "GiB", "note": ""}
+    reading = read(**line, **LLAMA2_7B)
+    reentrant = dataclasses.replace(reading, recomputes_whole=True)
+    added_bytes = predict_peak(reading.config, is_reentrant=True) - predict_peak(reading.config)
+    assert (added_bytes > 1e9) == (layers == "LoRA")
+    usual = dataclasses.replace(reading, recomputes_whole=False)
+    assert score(reentrant).predicted_value - score(usual).predicted_value == pytest.approx(added_bytes, abs=8)
+
+
+def test_reserved_memory_of_reentrant_checkpoints_ends_where_the_device_does() -> None:
+    line = {
+        "strategy": "FSDP LoRA",
+        "sharding": "full_shard",
+        "metric": "peak_memory_reserved",
+        "unit": "GiB",
+        "note": "",
+    }
+    reading = read(**line, **LLAMA2_7B)
+    (prediction,) = predict_runs([reading.config])
+    reentrant = dataclasses.replace(reading, recomputes_whole=True)
+    added_bytes = predict_peak(reading.config, is_reentrant=True) - predict_peak(reading.config)
+    for room, expected in ((0.5, 0.5), (2.0, 1.0)):
+        capacity = round(prediction.memory.wanted.value + room * added_bytes)
+        memory = dataclasses.replace(prediction.memory, capacity=capacity)
+        predicted = build_score(reentrant, dataclasses.replace(prediction, memory=memory)).predicted_value
+        assert predicted == pytest.approx(prediction.memory.wanted.value + expected * added_bytes, abs=8)
+
+
 def test_a_pipeline_that_waits_for_its_sends_takes_longer_by_them() -> None:
     reading = read(metric="step_time", unit="s")
     waiting = dataclasses.replace(reading, waits_for_sends=True)
