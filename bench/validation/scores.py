@@ -283,8 +283,7 @@ def _find_verdict(reading: Reading, prediction: Prediction) -> str | None:
 def _compute_bytes(reading: Reading, config: RunConfig, prediction: Prediction, quantity: Quantity) -> float:
     memory = prediction.memory
     if quantity.kind == BETWEEN_STEPS:
-        parts = (*RESTING_PARTS, "gradients") if config.strategy.name.startswith("fsdp") else RESTING_PARTS
-        return float(sum(memory.parts[part] for part in parts))
+        return float(sum(memory.parts[part] for part in RESTING_PARTS) + _find_resting_gradients(config, memory))
     added_bytes = _compute_reentrant_bytes(reading, config)
     if quantity.kind in (ALLOCATED, ACTIVE):
         return added_bytes + (memory.allocated if quantity.kind == ALLOCATED else memory.active).value
@@ -296,6 +295,14 @@ def _compute_bytes(reading: Reading, config: RunConfig, prediction: Prediction, 
         return reserved_bytes
     devices = config.gpus if quantity.metric == "device_used_all_gpus" else 1
     return (reserved_bytes + memory.device_used.value - memory.reserved.value) * devices
+
+
+def _find_resting_gradients(config: RunConfig, memory: MemoryPrediction) -> float:
+    """FSDP's shards of gradients stay until the next step: one for each of the parameters, wherever the peak is. Of
+    adapters, there are as many as at the peak."""
+    if not config.strategy.name.startswith("fsdp"):
+        return 0.0
+    return memory.parts["parameters" if config.finetune.name == "full" else "gradients"]
 
 
 def _compute_reentrant_bytes(reading: Reading, config: RunConfig) -> float:

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -454,6 +455,27 @@ def test_a_prediction_needs_no_library(
     overrides = (*WIDE_GPT, "mode=predict", f"hardware={hardware}", "strategy=ddp", "gpus=2", "sequence_length=24")
     full, adapted = (predict_run(compose_run_config(*overrides, *choice)) for choice in ((), finetune))
     assert adapted.memory.parts["optimizer"] < full.memory.parts["optimizer"] / 4
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_adapters_within_compiled_blocks_are_units_of_fsdp1(checkpointing: str) -> None:
+    """Reduced as without the compiler, though a block's gradients are complete when the block before it has begun."""
+    overrides = (
+        *("model=llama_tiny", "mode=predict", "hardware=a100_80gb", "strategy=fsdp1", "gpus=2", "finetune=lora"),
+        f"activation_checkpointing={checkpointing}",
+    )
+    eager, compiled = (
+        predict_run(compose_run_config(*overrides, f"compile={value}"), timeline=True) for value in ("false", "true")
+    )
+    assert eager.time is not None
+    assert compiled.time is not None
+    expected, counts = (
+        Counter((span.kind, span.name) for span in time.timeline if span.kind in ("all-gather", "reduce-scatter"))
+        for time in (eager.time, compiled.time)
+    )
+    assert counts.keys() == expected.keys()
+    reduced = ("reduce-scatter", "reduce-scatter model.layers.2")
+    assert counts[reduced] == expected[reduced] == 14  # an adapter's two matrices, beside each of seven layers
 
 
 @needs_peft

@@ -122,14 +122,19 @@ class TraceRecorder:
     def watch_layers(self, family: Family, model: nn.Module, layers: set[nn.Module]) -> None:
         """Note where the passes of layers that are sharded by themselves begin and end; of layers within compiled
         parts of blocks, where those of the parts do."""
-        for block in (block for blocks in family.find_block_lists(model) for block in blocks):
-            for name, layer in block.named_modules():
-                if layer in layers:
-                    self._watch_layer(layer, strip_checkpoint_wrappers(name), find_compiled_part(block, layer) or layer)
+        for list_index, blocks in enumerate(family.find_block_lists(model)):
+            for position, block in enumerate(blocks):
+                for name, layer in block.named_modules():
+                    if layer in layers:
+                        watched_module = find_compiled_part(block, layer) or layer
+                        self._watch_layer(
+                            (list_index, position), layer, strip_checkpoint_wrappers(name), watched_module
+                        )
 
-    def _watch_layer(self, layer: nn.Module, name: str, watched_module: nn.Module) -> None:
+    def _watch_layer(self, place: BlockPlace, layer: nn.Module, name: str, watched_module: nn.Module) -> None:
         def note_pass(kind: str) -> None:
-            segment = self.segments[-1]
+            # Gradients of a block that is compiled as a whole are added up when what is before it has begun.
+            segment = next(segment for segment in reversed(self.segments) if segment.place == place)
             counts = len(segment.changes), len(segment.kernels), len(segment.gradients)
             segment.visits.append(LayerPassEvent(*counts, name, kind))
 
