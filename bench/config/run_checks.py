@@ -9,7 +9,13 @@ from bench.models import float8
 from bench.models.base import ALTERNATE_OPERATORS, OPERATORS, SELECTIVE, find_checkpointing_budget
 from bench.models.checkpointing import CHECKPOINTING_MODES
 from bench.models.chunked_loss import check_chunked_loss
-from bench.strategies import StepSettings, require_finetune, require_float8, require_whole_replicas
+from bench.strategies import (
+    StepSettings,
+    require_finetune,
+    require_float8,
+    require_fp32_adapters,
+    require_whole_replicas,
+)
 from bench.strategies.pipeline.schedule import SPLIT_BACKWARD_SCHEDULES
 
 if TYPE_CHECKING:
@@ -79,6 +85,8 @@ def check_run(config: RunConfig) -> None:
     config.optimizer.check_tensors(config.strategy.name, config.strategy.updated_tensor_kind)
     config.optimizer.check_offloaded_state(config.strategy.name, config.strategy.offloaded_state)
     require_finetune(config.strategy, config.finetune.name)
+    if config.trained_precision != config.precision:
+        require_fp32_adapters(config.strategy)
     config.strategy.check_finetune(config.finetune.name, config.finetune.quantised_bits)
     if config.activation_offload and config.compile:
         raise ImpossibleError(

@@ -137,6 +137,11 @@ class RunConfig:
         return self.finetune.adapt_family(self.model, self.precision, handed_dtype)
 
     @property
+    def trained_precision(self) -> Precision:
+        """The formats of what is trained, its gradients and its optimizer state."""
+        return self.finetune.find_trained_precision(self.precision)
+
+    @property
     def operator_libraries(self) -> tuple[str, ...]:
         """Optional ones whose operators are part of the model as it is trained."""
         return (*self.finetune.required_packages, *(("torchao",) if self.precision.uses_torchao else ()))

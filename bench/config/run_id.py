@@ -62,7 +62,7 @@ ADDED_KNOB_DEFAULTS: dict[str, dict[str, object]] = {
         "start_powerSGD_iter": 2,
         "optimizer_on_device": False,
     },
-    "finetune": {"name": "full"},
+    "finetune": {"name": "full", "dropout": 0.0, "fp32_adapters": False},
     "measurement": {"min_warmup_s": 0.0, "min_timed_s": 0.0},
     "rehearse": {"rank": None},
 }

@@ -28,6 +28,8 @@ class AdapterSpec:
     bits: int | None = None
     """None: weights stay as they are."""
     double_quantisation: bool = True
+    dropout: float = 0.0
+    fp32_adapters: bool = False
 
     @property
     def uses_stand_ins(self) -> bool:
@@ -103,7 +105,8 @@ def add_adapters(family: Family, model: nn.Module, adapter_spec: AdapterSpec) ->
         parameter.requires_grad_(False)
     if adapter_spec.uses_stand_ins:
         for parent, name, layer in targets:
-            adapted_layer = AdaptedLinear(layer, *find_layer_dimensions(layer), adapter_spec.rank, adapter_spec.alpha)
+            shape = find_layer_dimensions(layer)
+            adapted_layer = AdaptedLinear(layer, *shape, adapter_spec.rank, adapter_spec.alpha, adapter_spec.dropout)
             setattr(parent, name, adapted_layer)
         return
     from peft import LoraConfig, inject_adapter_in_model
@@ -113,6 +116,7 @@ def add_adapters(family: Family, model: nn.Module, adapter_spec: AdapterSpec) ->
         config = LoraConfig(
             r=adapter_spec.rank,
             lora_alpha=adapter_spec.alpha,  # type: ignore[arg-type]
+            lora_dropout=adapter_spec.dropout,
             target_modules=[name for name, module in blocks.named_modules() if id(module) in target_ids],
             fan_in_fan_out=any(is_transposed(layer) for _, _, layer in targets),
         )
@@ -122,6 +126,15 @@ def add_adapters(family: Family, model: nn.Module, adapter_spec: AdapterSpec) ->
         blocks.is_loaded_in_8bit = adapter_spec.bits == 8  # type: ignore[assignment]
         with torch.device("meta"):
             inject_adapter_in_model(config, blocks, low_cpu_mem_usage=True)
+
+
+def list_adapter_layers(model: nn.Module) -> list[nn.Module]:
+    """The two narrow layers of every adapter."""
+    return [
+        module
+        for name, module in model.named_modules()
+        if any(f"{name}.".count(part) for part in ADAPTER_NAME_PARTS) and isinstance(module, nn.Linear)
+    ]
 
 
 def find_adapter_init_std(name: str, parameter: torch.Tensor) -> float | None:

@@ -49,6 +49,10 @@ class Finetune(ABC):
     def adapt_family(self, family: Family, precision: Precision, storage_dtype: torch.dtype) -> Family:
         """The model as it is trained. The strategy hands parameters to it in `storage_dtype`."""
 
+    def find_trained_precision(self, precision: Precision) -> Precision:
+        """The formats of what is trained, where weights have those of `precision`."""
+        return precision
+
     @property
     def quantised_bits(self) -> int | None:
         """Bits of a frozen weight; None where none is quantised."""

@@ -23,6 +23,7 @@ from bench.finetune.adapters import (
     AdapterSpec,
     add_adapters,
     find_adapter_init_std,
+    list_adapter_layers,
 )
 from bench.finetune.quantised import (
     find_quantised_formats,
@@ -75,7 +76,17 @@ class AdaptedFamily(Family):
         return list_quantised_layers(model) if self.adapter_spec.bits is not None else []
 
     def find_stored_formats(self, model: nn.Module) -> dict[int, StoredFormat]:
-        return find_quantised_formats(model) if self.adapter_spec.bits is not None else {}
+        formats = find_quantised_formats(model) if self.adapter_spec.bits is not None else {}
+        if not self.adapter_spec.fp32_adapters:
+            return formats
+        itemsize = self.precision.parameter_dtype.itemsize
+        frozen = (parameter for parameter in model.parameters() if not parameter.requires_grad)
+        return {
+            id(parameter): StoredFormat(tuple(parameter.shape), parameter.numel() * itemsize, 0) for parameter in frozen
+        } | formats
+
+    def find_fp32_layers(self, model: nn.Module) -> Sequence[nn.Module]:
+        return list_adapter_layers(model) if self.adapter_spec.fp32_adapters else ()
 
     @property
     def block_period(self) -> int:

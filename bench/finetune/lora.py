@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
@@ -37,6 +38,11 @@ class LoRA(Finetune):
     """An adapter's product counts alpha / rank times."""
     target_modules: list[str] = field(default_factory=lambda: [ALL_LINEAR])
     """Names of the linear layers that get an adapter, or `all-linear` alone."""
+    dropout: Annotated[float, Within(0, 1, exclusive_maximum=True)] = 0.0
+    """Probability that an adapter takes an element of its input as zero (peft's lora_dropout)."""
+    fp32_adapters: bool = False
+    """Adapters in fp32 beside weights in 16 bit, as peft's `get_peft_model` makes them (autocast_adapter_dtype); false:
+    all in precision.parameters."""
 
     required_packages: ClassVar[tuple[str, ...]] = ("peft",)
 
@@ -50,12 +56,22 @@ class LoRA(Finetune):
     @property
     def adapter_spec(self) -> AdapterSpec:
         """What decides how the model is changed."""
-        return AdapterSpec(self.rank, self.alpha, tuple(self.target_modules))
+        return AdapterSpec(
+            self.rank, self.alpha, tuple(self.target_modules), dropout=self.dropout, fp32_adapters=self.fp32_adapters
+        )
+
+    def find_trained_precision(self, precision: Precision) -> Precision:
+        return dataclasses.replace(precision, parameters="fp32", reduce="fp32") if self.fp32_adapters else precision
 
     def check(self, family: Family, precision: Precision, device: str) -> None:
         """Adapters must have layers to stand beside, and be narrower than these."""
         from bench.finetune.adapters import find_linear_layers
 
+        if self.fp32_adapters and precision.parameters == "fp32":
+            raise ImpossibleError(
+                f"finetune.fp32_adapters=true is not valid with precision={precision.name}, whose parameters are in "
+                "fp32, adapters with them: choose false, or precision=bf16_pure."
+            )
         layers = find_linear_layers(family)
         target_names = list(layers) if self.target_modules == [ALL_LINEAR] else list(self.target_modules)
         unknown_names = [name for name in target_names if name not in layers]

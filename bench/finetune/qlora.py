@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
@@ -44,7 +45,7 @@ class QLoRA(LoRA):
 
     @property
     def adapter_spec(self) -> AdapterSpec:
-        return AdapterSpec(self.rank, self.alpha, tuple(self.target_modules), self.bits, self.double_quantisation)
+        return dataclasses.replace(super().adapter_spec, bits=self.bits, double_quantisation=self.double_quantisation)
 
     @property
     def quantised_bits(self) -> int:

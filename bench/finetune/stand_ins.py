@@ -35,11 +35,16 @@ class AdaptedLinear(nn.Module):
         r.
     alpha: float
         The adapter's product counts alpha / r times.
+    dropout: float
+        Probability that it takes an element of its input as zero.
     """
 
-    def __init__(self, base_layer: nn.Module, inputs: int, outputs: int, rank: int, alpha: float) -> None:
+    def __init__(
+        self, base_layer: nn.Module, inputs: int, outputs: int, rank: int, alpha: float, dropout: float = 0.0
+    ) -> None:
         super().__init__()
         self.base_layer = base_layer
+        self.lora_dropout = nn.ModuleDict({ADAPTER_NAME: nn.Dropout(dropout) if dropout else nn.Identity()})
         self.lora_A = nn.ModuleDict({ADAPTER_NAME: nn.Linear(inputs, rank, bias=False, device="meta")})
         self.lora_B = nn.ModuleDict({ADAPTER_NAME: nn.Linear(rank, outputs, bias=False, device="meta")})
         self.scale = alpha / rank
@@ -66,9 +71,11 @@ class AdaptedLinear(nn.Module):
         weight_dtype = self.lora_A[ADAPTER_NAME].weight.dtype
         if not is_quantised or not torch.is_autocast_enabled():
             tokens = tokens if tokens.dtype == weight_dtype else tokens.to(weight_dtype)  # type: ignore[arg-type]
-        product = self.lora_B[ADAPTER_NAME](self.lora_A[ADAPTER_NAME](tokens)) * self.scale
+        dropout, down, up = (layers[ADAPTER_NAME] for layers in (self.lora_dropout, self.lora_A, self.lora_B))
         if not is_quantised:
-            return (result + product).to(result_dtype)
+            result = result + up(down(dropout(tokens))) * self.scale
+            return result.to(result_dtype)
+        product = up(down(dropout(tokens))) * self.scale
         if not torch.is_autocast_enabled():
             product = product.to(result_dtype)
         return result + product

@@ -362,6 +362,10 @@ class Family(ABC):
         """Linear layers whose result overflows in fp16, and which fp16 runs therefore keep in fp32."""
         return ()
 
+    def find_fp32_layers(self, model: nn.Module) -> Sequence[nn.Module]:
+        """Layers whose parameters are in fp32 whatever the format of the others."""
+        return ()
+
 
 def find_undivided_attention_reason(attention: str, layer_types: Sequence[str] = ()) -> str:
     """Why attention cannot reach beyond a part of a sequence, as a relative clause; empty if it can."""

@@ -64,7 +64,7 @@ def build_plan_inputs(config: RunConfig, scaled_trace: ScaledTrace | None) -> Pl
     return PlanInputs(
         units=build_run_layout(config).units,
         explicit_parameter_order=build_run_layout(config).parameter_order,
-        precision=config.precision,
+        precision=config.trained_precision,
         casts_parameters=not config.strategy.uses_autocast(config.precision),
         world_size=config.gpus,
         optimizer=config.optimizer,

@@ -8,6 +8,7 @@ from bench.strategies.registry import (
     normalize_precision,
     require_finetune,
     require_float8,
+    require_fp32_adapters,
     require_whole_replicas,
 )
 from bench.strategies.stepper import Stepper
@@ -22,5 +23,6 @@ __all__ = [
     "normalize_precision",
     "require_finetune",
     "require_float8",
+    "require_fp32_adapters",
     "require_whole_replicas",
 ]

@@ -93,6 +93,8 @@ class Strategy(ABC):
     """Whether its losses are those of one process with the whole batch, but for rounding."""
 
     supported_finetunes: ClassVar[tuple[str, ...]] = ("full",)
+    takes_fp32_adapters: ClassVar[bool] = False
+    """Whether what is trained may have another format than the frozen weights beside it."""
     """What of a model the strategy can train: full, lora (frozen weights beside others), qlora (quantised ones)."""
 
     supported_mixings: ClassVar[tuple[str, ...]] = (AUTOCAST_MIXING,)

@@ -187,6 +187,7 @@ class DDPStrategy(BucketingStrategy):
     many as micro-batches, otherwise one."""
 
     supported_finetunes = ("full", "lora", "qlora")
+    takes_fp32_adapters = True
 
     def check(self, world_size: int) -> None:
         """As every bucketing strategy; knobs of a hook need that hook."""

@@ -78,6 +78,16 @@ def require_finetune(strategy: Strategy, finetune: str) -> None:
         )
 
 
+def require_fp32_adapters(strategy: Strategy) -> None:
+    """Raise `ImpossibleError` where a strategy takes all parameters to have one format."""
+    if not strategy.takes_fp32_adapters:
+        other_strategies = _format_matching_strategies(lambda candidate: candidate.takes_fp32_adapters)
+        raise ImpossibleError(
+            f"finetune.fp32_adapters=true is not valid with strategy={strategy.name}, whose parameters all have one "
+            f"format: choose false, or strategy {other_strategies}."
+        )
+
+
 def require_float8(strategy: Strategy, precision: Precision) -> None:
     """Raise `ImpossibleError` where a strategy was not shown to train a model whose linear layers compute in FP8."""
     if not strategy.takes_float8:

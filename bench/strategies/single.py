@@ -23,6 +23,7 @@ class SingleProcessStrategy(Strategy):
     training_options = (TrainingOption("one process", {"strategy": "single"}, leaves={"plain training": 1}),)
 
     supported_finetunes = ("full", "lora", "qlora")
+    takes_fp32_adapters = True
     takes_float8 = True
     takes_communicating_models = True
 

@@ -28,6 +28,7 @@ from bench.prediction.predictor import predict_run
 from bench.prediction.run_inputs import build_trace_key
 from bench.prediction.simulation.parameter_layout import build_parameter_layout
 from bench.prediction.trace.step_trace import trace_step
+from bench.rank.engine import build_engine
 from bench.reporting.page.rerun_command import list_overrides
 from tests.conftest import CPU, SMALL_GPT, SMALL_T5, compose_run_config, needs
 from tests.models.test_hf import CONFIGS
@@ -94,6 +95,37 @@ def test_adapters_learn_the_same_everywhere_in_the_memory_that_is_predicted(
     assert runs["fsdp"]["effective_strategy"] == "fsdp/full_shard_lora"
     if "alone" in runs:
         assert runs["alone"]["peak_allocated_bytes"] == runs["fsdp"]["ranks"][0]["peak_allocated_bytes"]
+
+
+@needs_peft
+@pytest.mark.slow
+def test_adapters_in_fp32_beside_weights_in_bf16_need_the_memory_that_is_predicted(execute: Execute) -> None:
+    """In every strategy that takes them; dropout draws other elements on every rank, and its masks are held."""
+    lora = (*SMALL_GPT, *STEPS, "finetune=lora", "precision=bf16_pure", "finetune.fp32_adapters=true")
+    runs = [(*lora, "strategy=single", "batch_size_per_gpu=8")]
+    runs += [(*lora, f"strategy={strategy}", "gpus=4", "batch_size_per_gpu=2") for strategy in ("ddp", "zero1")]
+    runs += [(*runs[0], "finetune.dropout=0.5"), (*runs[0], "finetune.fp32_adapters=false")]
+    single, ddp, zero1, dropped, uniform = records = execute(*runs)
+    for record, overrides in zip(records, runs, strict=True):
+        assert record["status"] == "ok", record["error"]
+        assert_memory_as_predicted(record, overrides)
+    for record in (ddp, zero1):
+        assert record["losses"] == pytest.approx(single["losses"], rel=1e-3)
+    assert uniform["peak_allocated_bytes"] < single["peak_allocated_bytes"] < dropped["peak_allocated_bytes"]
+    assert dropped["losses"][0] == single["losses"][0]  # B is zero at first
+    assert dropped["losses"][-1] != single["losses"][-1]
+
+
+@needs_peft
+def test_adapters_in_fp32_are_trained_in_fp32() -> None:
+    config = compose_run_config(
+        *SMALL_GPT, "strategy=single", "finetune=lora", "precision=bf16_pure", "finetune.fp32_adapters=true"
+    )
+    engine = build_engine(
+        config.trained_model, config.strategy, config.precision, config.optimizer, device=torch.device("cpu")
+    )
+    formats = {parameter.requires_grad: parameter.dtype for parameter in engine.module.parameters()}
+    assert formats == {True: torch.float32, False: torch.bfloat16}
 
 
 @pytest.mark.long
@@ -329,6 +361,15 @@ REFUSED_CASES = [
         "quantised weights beside others: choose finetune=full, or strategy ddp, deepspeed, fsdp, fsdp1, single or",
     ),
     (("finetune=qlora", "strategy=single", "precision=fp16"), "precision=fp16 is not valid with finetune=qlora"),
+    (
+        ("finetune=lora", "finetune.fp32_adapters=true", "strategy=fsdp", "gpus=2", "precision=bf16_pure"),
+        "with strategy=fsdp, whose parameters all have one format: choose false, or strategy ddp, single or zero1",
+    ),
+    (
+        ("finetune=lora", "finetune.fp32_adapters=true", "precision=bf16"),
+        "fp32_adapters=true is not valid with precision=bf16, whose parameters are in fp32",
+    ),
+    (("finetune=lora", "finetune.dropout=1"), "finetune.dropout=1"),
     (("finetune=lora", "finetune.rank=33"), "finetune.rank=33 is not valid: choose a whole number from 1 to 32"),
     (("finetune=lora", "finetune.rank=0"), "finetune.rank=0"),
     (("finetune=lora", "finetune.alpha=0"), "finetune.alpha=0"),
@@ -380,6 +421,14 @@ STAND_IN_MODELS = {
 
 STAND_IN_SETTINGS = [
     ("finetune=lora", "hardware=cpu", "precision=bf16"),
+    (
+        "finetune=lora",
+        "hardware=a100_40gb",
+        "precision=bf16_pure",
+        "finetune.fp32_adapters=true",
+        "finetune.dropout=0.1",
+    ),
+    ("finetune=qlora", "hardware=a100_40gb", "precision=bf16_pure", "finetune.fp32_adapters=true"),
     ("finetune=qlora", "hardware=a100_40gb", "precision=bf16", "activation_checkpointing=full"),
     ("finetune=qlora", "hardware=a100_40gb", "precision=fp32", "finetune.double_quantisation=false"),
     ("finetune=qlora", "hardware=a100_40gb", "precision=bf16_pure", "finetune.bits=8"),

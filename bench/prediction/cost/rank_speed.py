@@ -220,7 +220,7 @@ def compute_seconds_per_segment(
 
 def predict_device_update(config: RunConfig, tensors: Sequence[UpdatedTensor]) -> OptimizerUpdate:
     """The optimizer's step over tensors, in its order."""
-    optimizer, itemsize = config.optimizer, config.precision.parameter_dtype.itemsize
+    optimizer, itemsize = config.optimizer, config.trained_precision.parameter_dtype.itemsize
     is_on_cpu = config.hardware.device == "cpu"
     temporary_bytes = optimizer.compute_temporary_bytes(tensors, itemsize, is_on_cpu=is_on_cpu)
     moved_bytes, num_kernels = optimizer.compute_moved_bytes(tensors, itemsize), optimizer.count_kernels(tensors)
@@ -299,7 +299,7 @@ def add_clipping(config: RunConfig, plan: RankPlan, update: OptimizerUpdate) -> 
     if config.gradient_clip_norm is None:
         return update
     speed, numels = build_rank_speed(config), plan.clipped_numels
-    moved_bytes = CLIPPING_PASSES * sum(numels) * config.precision.parameter_dtype.itemsize
+    moved_bytes = CLIPPING_PASSES * sum(numels) * config.trained_precision.parameter_dtype.itemsize
     host = config.hardware.host
     s_per_byte = speed.copy_s_per_byte
     if update.on_host:
@@ -406,7 +406,7 @@ def _predict_planned_update(config: RunConfig, plan: StepPlan) -> OptimizerUpdat
     host_copy_s = plan.host_copy_bytes * memory_s_per_byte
     if plan.updates_on_host:
         moved_bytes = config.optimizer.compute_moved_bytes(
-            plan.updated_tensors, config.precision.parameter_dtype.itemsize
+            plan.updated_tensors, config.trained_precision.parameter_dtype.itemsize
         )
         return OptimizerUpdate(host_copy_s + moved_bytes * memory_s_per_byte, 0, 0.0, on_host=True)
     whole_update = predict_device_update(config, plan.updated_tensors)
@@ -421,7 +421,7 @@ def _predict_planned_update(config: RunConfig, plan: StepPlan) -> OptimizerUpdat
     largest_update = predict_device_update(config, [largest_tensor])
     transfer_s_per_byte = add_host_transfers(config, RankSpeed()).transfer_s_per_byte
     num_kernels = max(whole_update.num_kernels, len(plan.updated_tensors))
-    itemsize = config.precision.parameter_dtype.itemsize
+    itemsize = config.trained_precision.parameter_dtype.itemsize
     temporary_bytes = largest_update.temporary_bytes + 2 * largest_tensor.numel * itemsize
     transfer_s = plan.optimizer_transfer_bytes * transfer_s_per_byte
     return OptimizerUpdate(whole_update.seconds + transfer_s, num_kernels, temporary_bytes, transfer_s=transfer_s)

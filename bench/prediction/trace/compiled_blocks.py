@@ -152,6 +152,7 @@ class _CompiledForward:
         from torch._functorch.aot_autograd import aot_function
         from torch._inductor.compile_fx import partition_fn
         from torch._inductor.decomposition import select_decomp_table
+        from torch._inductor.virtualized import V
 
         def run_block(tensors: list[torch.Tensor]) -> list[Any]:
             inputs = iter(tensors[len(state_names) :])
@@ -178,6 +179,7 @@ class _CompiledForward:
             _disable_current_modes(),
             fake_mode,
             tracing(TracingContext(fake_mode)),
+            V.set_fake_mode(fake_mode),  # that random numbers are replaced with
             mock.patch.object(torch, "get_rng_state", torch.random.get_rng_state),  # which a trace on a CPU follows
             saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor),  # not those of checkpointing around it
         ):
