@@ -102,6 +102,11 @@ class RunConfig:
         check_run(self)
 
     @property
+    def has_compiled_parts(self) -> bool:
+        """Whether torch's compiler, which chooses kernels by the sizes of tensors, makes blocks or the loss."""
+        return self.compile or self.compiles_loss
+
+    @property
     def compiles_loss(self) -> bool:
         return self.loss == COMPILED_LOSS
 

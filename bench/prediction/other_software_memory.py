@@ -79,7 +79,8 @@ def _simulate_other_loop(
     if config.strategy.timetable is not None:
         return pipeline_predictor.simulate_other_loop(config, build_trace_key(config), loss, build_rank)
     scaled_trace = load_scaled_trace(
-        build_trace_key(config), list_traced_batch_sizes(config.sequences_per_device, is_compiled=config.compile)
+        build_trace_key(config),
+        list_traced_batch_sizes(config.sequences_per_device, is_compiled=config.has_compiled_parts),
     )
     return [
         simulate_planned_rank(config, build_rank(), scaled_trace, plan, loss)

@@ -173,7 +173,7 @@ def _list_traces(config: RunConfig) -> list[tuple[TraceKey | StageTraceKey, int]
     return [
         (build_trace_key(config), traced_size)
         for batch_size in batch_sizes
-        for traced_size in set(list_traced_batch_sizes(batch_size, is_compiled=config.compile))
+        for traced_size in set(list_traced_batch_sizes(batch_size, is_compiled=config.has_compiled_parts))
     ]
 
 
@@ -227,7 +227,8 @@ class SimulatedStep:
 def _simulate_period(config: RunConfig, speed: rank_speed.RankSpeed, timeline: bool) -> list[SimulatedStep]:
     """The different steps of a period, each by itself."""
     scaled_trace = load_scaled_trace(
-        build_trace_key(config), list_traced_batch_sizes(config.sequences_per_device, is_compiled=config.compile)
+        build_trace_key(config),
+        list_traced_batch_sizes(config.sequences_per_device, is_compiled=config.has_compiled_parts),
     )
     counted_plans = config.strategy.plan_period(build_plan_inputs(config, scaled_trace))
     return [
@@ -263,7 +264,7 @@ def replay_steps(config: RunConfig, capacity: float = math.inf, num_steps: int =
     speed = rank_speed.build_rank_speed(config)
     key = build_trace_key(config)
     scaled_trace = load_scaled_trace(
-        key, list_traced_batch_sizes(config.sequences_per_device, is_compiled=config.compile)
+        key, list_traced_batch_sizes(config.sequences_per_device, is_compiled=config.has_compiled_parts)
     )
     replay = AllocatorReplay(
         CachingAllocator(capacity, expandable_segments=config.expandable_segments),
@@ -319,7 +320,7 @@ def _simulate_other_device(config: RunConfig) -> SimulatedRank:
     """A device after the first of a process that drives several, its time left out."""
     key = build_trace_key(config)
     scaled_trace = load_scaled_trace(
-        key, list_traced_batch_sizes(config.sequences_per_device, is_compiled=config.compile)
+        key, list_traced_batch_sizes(config.sequences_per_device, is_compiled=config.has_compiled_parts)
     )
     plan = config.strategy.plan_other_devices(build_plan_inputs(config, scaled_trace))
     assert plan is not None
@@ -362,7 +363,7 @@ def _find_transfer_speed(config: RunConfig) -> float:
 def _compute_offloaded_bytes(config: RunConfig) -> float:
     """Of activations on the host."""
     key, batch_size = build_trace_key(config), config.sequences_per_device
-    scaled_trace = load_scaled_trace(key, list_traced_batch_sizes(batch_size, is_compiled=config.compile))
+    scaled_trace = load_scaled_trace(key, list_traced_batch_sizes(batch_size, is_compiled=config.has_compiled_parts))
     positions = find_segment_block_positions(
         scaled_trace.segments,
         build_run_layout(config).block_counts,
@@ -388,7 +389,7 @@ def build_segments(
     transfer_s_per_byte: float
         Of a copy between device and host.
     """
-    scaled_trace = load_scaled_trace(key, list_traced_batch_sizes(batch_size, is_compiled=key.compile))
+    scaled_trace = load_scaled_trace(key, list_traced_batch_sizes(batch_size, is_compiled=key.has_compiled_parts))
     batch_weight = scaled_trace.compute_batch_weight(batch_size)
     segment_kernels = [scale_kernels(scaled_segment, batch_weight) for scaled_segment in scaled_trace.segments]
     block_counts = build_parameter_layout(key.family, 1, key.precision.scales_loss, key.split).block_counts

@@ -169,7 +169,9 @@ def list_stage_traces(config: RunConfig, key: TraceKey) -> list[tuple[TraceKey |
     return [
         (stage_key, size)
         for stage_key in stage_keys
-        for size in set(list_traced_batch_sizes(count_sequences(config, timetable), is_compiled=config.compile))
+        for size in set(
+            list_traced_batch_sizes(count_sequences(config, timetable), is_compiled=config.has_compiled_parts)
+        )
     ]
 
 
@@ -216,7 +218,9 @@ def build_pipeline_stages(config: RunConfig, key: TraceKey, timetable: Timetable
         segments, weight_seconds = _build_stage_segments(
             stage_key, num_sequences, rank_speed.build_hashable_hardware(config), block_counts, layer_groups
         )
-        scaled_trace = load_scaled_trace(stage_key, list_traced_batch_sizes(num_sequences, is_compiled=config.compile))
+        scaled_trace = load_scaled_trace(
+            stage_key, list_traced_batch_sizes(num_sequences, is_compiled=config.has_compiled_parts)
+        )
         units, ordered_segments = arrange_stage(index, stage_key, block_counts, scaled_trace.parameters, segments)
         is_last = index == timetable.num_stages - 1
         stages.append(
@@ -278,7 +282,9 @@ def _build_stage_segments(
     layer_groups: rank_speed.LayerGroups,
 ) -> tuple[tuple[SegmentAtBatch, ...], dict[int, float]]:
     """The segments, and the seconds of products for gradients of weights in each, by its identity."""
-    scaled_trace = load_scaled_trace(key, list_traced_batch_sizes(num_sequences, is_compiled=key.trace_key.compile))
+    scaled_trace = load_scaled_trace(
+        key, list_traced_batch_sizes(num_sequences, is_compiled=key.trace_key.has_compiled_parts)
+    )
     batch_weight = scaled_trace.compute_batch_weight(num_sequences)
     segment_kernels = [scale_kernels(scaled_segment, batch_weight) for scaled_segment in scaled_trace.segments]
     positions = _find_stage_block_positions(key, block_counts)

@@ -72,6 +72,11 @@ class TraceKey:
     """Among which the model itself exchanges something; 1 for a model that does not."""
 
     @property
+    def has_compiled_parts(self) -> bool:
+        """As `bench.config.run_config.RunConfig` has it."""
+        return self.compile or self.compiles_loss
+
+    @property
     def block_period(self) -> int:
         """Blocks after which they, and what checkpointing does to them, repeat."""
         return find_block_period(self.family, self.activation_checkpointing)
