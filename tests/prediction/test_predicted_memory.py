@@ -362,3 +362,22 @@ def test_compiled_blocks_need_what_is_predicted_and_others_more(execute: Callabl
     )
     assert compiled == pytest.approx(row["peak_allocated_bytes"], rel=0.02)
     assert plain > 1.1 * row["peak_allocated_bytes"]
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler")
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_compiled_blocks_with_dropout_need_what_is_predicted(execute: Callable[..., Any], checkpointing: str) -> None:
+    run = ("model=gpt_tiny", "model.dropout=0.1", "strategy=single", "hardware=cpu", "compile=true")
+    run = (*run, f"activation_checkpointing={checkpointing}", "batch_size_per_gpu=4", "sequence_length=64")
+    (row,) = execute((*run, "measurement.warmup_steps=2", "measurement.steps=2"))
+    predicted = predict_run(compose_run_config(*run, "mode=predict")).memory.allocated.value
+    assert predicted == pytest.approx(row["peak_allocated_bytes"], rel=0.001)
+
+
+@pytest.mark.parametrize("model", ["gpt_tiny", "t5_tiny"])
+def test_compiled_blocks_with_dropout_are_predicted_for_gpus(model: str) -> None:
+    run = (f"model={model}", "strategy=single", "hardware=a100_80gb", "mode=predict", "compile=true")
+    with_dropout, without = (predict_run(compose_run_config(*run, f"model.dropout={p}")) for p in ("0.1", "0.0"))
+    assert with_dropout.memory.allocated.value > without.memory.allocated.value  # masks

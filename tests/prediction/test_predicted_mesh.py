@@ -477,11 +477,20 @@ def test_memory_of_blocks_compiled_in_parts_is_what_is_measured(execute: Execute
         "expert": (*run, "model=moe_tiny", EXPERT),
         "expert, full": (*run, "model=moe_tiny", EXPERT, "activation_checkpointing=full"),
         "tensor, ring": (*run, "model=llama_tiny", "gpus=4", CONTEXT, TENSOR),
+        "tensor, ring, biases": (*run, "model=gpt_tiny", "gpus=4", CONTEXT, TENSOR, "strategy.data=ddp"),
         "tensor, expert": (*run, "model=moe_tiny", "gpus=4", EXPERT, TENSOR),
         "pipeline, expert": (*run, "model=moe_tiny", "gpus=4", EXPERT, PIPELINE),
         "tensor, pipeline, ring": (*run, "model=llama_tiny", "gpus=8", CONTEXT, TENSOR, PIPELINE, "strategy.data=ddp"),
     }
     check_measured_memory(execute, runs)
+
+
+@pytest.mark.slow
+def test_a_compiled_part_may_make_a_divided_tensor_of_plain_ones() -> None:
+    """GPT's norm, whose parameters DDP has as plain tensors: it failed, as AOTAutograd found no mesh but the
+    gradient's."""
+    run = ("model=gpt_tiny", "gpus=8", TENSOR, CONTEXT, "compile=true", "strategy.data=ddp")
+    assert timed(meshed(*run)).step_s.value > 0
 
 
 @pytest.mark.long

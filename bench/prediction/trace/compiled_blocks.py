@@ -29,6 +29,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed import _symmetric_memory as symmetric_memory
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import (
@@ -43,7 +45,7 @@ from bench.models.pretrained_modules import describe_block
 from bench.prediction.trace.device_operators import run_attention_backward
 from bench.prediction.trace.fake_tensors import TracingFakeTensorMode
 from bench.prediction.trace.overlapped_products import OVERLAPPED_PRODUCTS
-from bench.strategies.tensor_parallel.split import TensorParallelSplit
+from bench.strategies.tensor_parallel.split import TensorParallelSplit, build_dtensor
 
 FUSED_OPERATOR = "fused"
 """Name of a kernel that the compiler wrote."""
@@ -162,10 +164,14 @@ class _CompiledForward:
                 leaves, output_structure = pytree.tree_flatten(self._run_body(*args, **kwargs))
             input_numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
             returned_inputs = [input_numbers.get(id(leaf)) for leaf in leaves]
-            outputs.append((returned_inputs, output_structure))
+            specs = [leaf._spec if makes_dtensors and isinstance(leaf, DTensor) else None for leaf in leaves]
+            outputs.append((returned_inputs, specs, output_structure))
+            leaves = [leaf if spec is None else leaf.to_local() for leaf, spec in zip(leaves, specs, strict=True)]
             return [leaf for leaf, number in zip(leaves, returned_inputs, strict=True) if number is None]
 
-        outputs: list[tuple[list[int | None], pytree.TreeSpec]] = []
+        # AOTAutograd takes the mesh of a DTensor that it returns from one that goes in: else it returns a rank's part.
+        makes_dtensors = not any(isinstance(tensor, DTensor) for tensor in tensors)
+        outputs: list[tuple[list[int | None], list[DTensorSpec | None], pytree.TreeSpec]] = []
         compiled: Callable[..., Any] = aot_function(
             run_block,
             fw_compiler=functools.partial(_build_program, is_backward=False, overlaps_products=self._overlaps_products),
@@ -184,12 +190,15 @@ class _CompiledForward:
             saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor),  # not those of checkpointing around it
         ):
             _run_once(compiled, tensors)
-        returned_inputs, output_structure = outputs[0]
+        returned_inputs, specs, output_structure = outputs[0]
 
         def run_compiled(tensors: list[torch.Tensor]) -> Any:
             """What the block returns as it got it is no output of the program: no gradient is added up in there."""
             results = iter(compiled(tensors))
             leaves = [next(results) if number is None else tensors[number] for number in returned_inputs]
+            leaves = [
+                leaf if spec is None else build_dtensor(leaf, spec) for leaf, spec in zip(leaves, specs, strict=True)
+            ]
             return pytree.tree_unflatten(leaves, output_structure)
 
         return run_compiled

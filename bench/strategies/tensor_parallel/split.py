@@ -146,10 +146,11 @@ def find_local_shape(tensor: torch.Tensor) -> torch.Size:
 
 def wrap_like_dtensor(full_tensor: torch.Tensor, local_tensor: torch.Tensor) -> torch.Tensor:
     """A rank's part as what it is a part of: a DTensor like `full_tensor`, if that is one."""
-    return _build_dtensor(local_tensor, full_tensor._spec) if isinstance(full_tensor, DTensor) else local_tensor
+    return build_dtensor(local_tensor, full_tensor._spec) if isinstance(full_tensor, DTensor) else local_tensor
 
 
-def _build_dtensor(local_tensor: torch.Tensor, spec: DTensorSpec) -> DTensor:
+def build_dtensor(local_tensor: torch.Tensor, spec: DTensorSpec) -> DTensor:
+    """What a rank's part is a part of. Its gradient is the gradient's part."""
     return DTensor.from_local(
         local_tensor, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
     )
@@ -163,4 +164,4 @@ class _DTensorParametrization(nn.Module):
         self._spec = spec
 
     def forward(self, local_tensor: torch.Tensor) -> torch.Tensor:
-        return _build_dtensor(local_tensor, self._spec)
+        return build_dtensor(local_tensor, self._spec)
