@@ -133,7 +133,7 @@ def list_adapter_layers(model: nn.Module) -> list[nn.Module]:
     return [
         module
         for name, module in model.named_modules()
-        if any(f"{name}.".count(part) for part in ADAPTER_NAME_PARTS) and isinstance(module, nn.Linear)
+        if any(part in f"{name}." for part in ADAPTER_NAME_PARTS) and isinstance(module, nn.Linear)
     ]
 
 

@@ -85,7 +85,7 @@ class AdaptedFamily(Family):
             id(parameter): StoredFormat(tuple(parameter.shape), parameter.numel() * itemsize, 0) for parameter in frozen
         } | formats
 
-    def find_fp32_layers(self, model: nn.Module) -> Sequence[nn.Module]:
+    def list_layers_stored_in_fp32(self, model: nn.Module) -> Sequence[nn.Module]:
         return list_adapter_layers(model) if self.adapter_spec.fp32_adapters else ()
 
     @property

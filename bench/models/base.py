@@ -362,7 +362,7 @@ class Family(ABC):
         """Linear layers whose result overflows in fp16, and which fp16 runs therefore keep in fp32."""
         return ()
 
-    def find_fp32_layers(self, model: nn.Module) -> Sequence[nn.Module]:
+    def list_layers_stored_in_fp32(self, model: nn.Module) -> Sequence[nn.Module]:
         """Layers whose parameters are in fp32 whatever the format of the others."""
         return ()
 

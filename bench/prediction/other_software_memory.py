@@ -9,12 +9,11 @@ from bench.config.run_config import RunConfig
 from bench.prediction.cost.rank_speed import RankSpeed
 from bench.prediction.pipeline import predictor as pipeline_predictor
 from bench.prediction.predictor import simulate_planned_rank
-from bench.prediction.run_inputs import build_plan_inputs, build_trace_key
+from bench.prediction.run_inputs import build_plan_inputs, build_trace_key, list_traced_sizes
 from bench.prediction.simulation.device_memory import compute_workspace_bytes
 from bench.prediction.simulation.other_loop import LossMemory, RankBesideState
 from bench.prediction.simulation.rank_memory import ACTIVATION_MEMORY
 from bench.prediction.simulation.simulated_rank import SimulatedRank
-from bench.prediction.trace.scaled_trace import list_traced_batch_sizes
 from bench.prediction.trace.trace_cache import load_scaled_trace
 from bench.strategies.step_plan import PARAMETER_MEMORY
 
@@ -80,7 +79,7 @@ def _simulate_other_loop(
         return pipeline_predictor.simulate_other_loop(config, build_trace_key(config), loss, build_rank)
     scaled_trace = load_scaled_trace(
         build_trace_key(config),
-        list_traced_batch_sizes(config.sequences_per_device, is_compiled=config.has_compiled_parts),
+        list_traced_sizes(config),
     )
     return [
         simulate_planned_rank(config, build_rank(), scaled_trace, plan, loss)

@@ -25,7 +25,7 @@ from bench.prediction.prediction import (
     prediction_from_plain,
     prediction_to_plain,
 )
-from bench.prediction.run_inputs import build_plan_inputs, build_run_layout, build_trace_key
+from bench.prediction.run_inputs import build_plan_inputs, build_run_layout, build_trace_key, list_traced_sizes
 from bench.prediction.simulation.allocator_replay import AllocatorReplay
 from bench.prediction.simulation.caching_allocator import AllocatorFullError, CachingAllocator
 from bench.prediction.simulation.device_memory import (
@@ -228,7 +228,7 @@ def _simulate_period(config: RunConfig, speed: rank_speed.RankSpeed, timeline: b
     """The different steps of a period, each by itself."""
     scaled_trace = load_scaled_trace(
         build_trace_key(config),
-        list_traced_batch_sizes(config.sequences_per_device, is_compiled=config.has_compiled_parts),
+        list_traced_sizes(config),
     )
     counted_plans = config.strategy.plan_period(build_plan_inputs(config, scaled_trace))
     return [
@@ -263,9 +263,7 @@ def replay_steps(config: RunConfig, capacity: float = math.inf, num_steps: int =
     """
     speed = rank_speed.build_rank_speed(config)
     key = build_trace_key(config)
-    scaled_trace = load_scaled_trace(
-        key, list_traced_batch_sizes(config.sequences_per_device, is_compiled=config.has_compiled_parts)
-    )
+    scaled_trace = load_scaled_trace(key, list_traced_sizes(config))
     replay = AllocatorReplay(
         CachingAllocator(capacity, expandable_segments=config.expandable_segments),
         find_segment_block_positions(scaled_trace.segments, build_run_layout(config).block_counts, key.block_period),
@@ -319,9 +317,7 @@ def simulate_planned_rank(
 def _simulate_other_device(config: RunConfig) -> SimulatedRank:
     """A device after the first of a process that drives several, its time left out."""
     key = build_trace_key(config)
-    scaled_trace = load_scaled_trace(
-        key, list_traced_batch_sizes(config.sequences_per_device, is_compiled=config.has_compiled_parts)
-    )
+    scaled_trace = load_scaled_trace(key, list_traced_sizes(config))
     plan = config.strategy.plan_other_devices(build_plan_inputs(config, scaled_trace))
     assert plan is not None
     simulated_rank = SimulatedRank(rank_speed.RankSpeed())

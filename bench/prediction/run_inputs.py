@@ -6,7 +6,7 @@ import dataclasses
 
 from bench.config.run_config import RunConfig
 from bench.prediction.simulation.parameter_layout import ParameterLayout, build_parameter_layout
-from bench.prediction.trace.scaled_trace import ScaledTrace
+from bench.prediction.trace.scaled_trace import ScaledTrace, list_traced_batch_sizes
 from bench.prediction.trace.trace import TraceKey
 from bench.strategies.plan_inputs import PlanInputs
 
@@ -38,6 +38,11 @@ def build_trace_key(config: RunConfig) -> TraceKey:
         shards_experts_separately=config.strategy.shards_experts_separately and config.strategy.timetable is None,
         num_ranks=config.gpus if config.trained_model.communicates else 1,
     )
+
+
+def list_traced_sizes(config: RunConfig) -> tuple[int, int]:
+    """The batch sizes that a device's step is predicted from."""
+    return list_traced_batch_sizes(config.sequences_per_device, is_compiled=config.has_compiled_parts)
 
 
 def build_run_layout(config: RunConfig) -> ParameterLayout:

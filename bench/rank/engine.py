@@ -135,7 +135,7 @@ def build_engine(
     `world_size` ranks call this together, or the first of them alone if it is `rehearsed`."""
     torch.set_float32_matmul_precision("high" if precision.tf32 else "highest")
     model = family.build_model().to(precision.parameter_dtype)
-    for layer in family.find_fp32_layers(model):
+    for layer in family.list_layers_stored_in_fp32(model):
         layer.float()
     model.train()
     if precision.uses_float8:

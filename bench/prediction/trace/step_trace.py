@@ -185,7 +185,7 @@ def locate_parameters(
 
 def fill_with_fake_tensors(model: nn.Module, family: Family, key: TraceKey) -> None:
     """Give the model, which is on meta, fake buffers, and fake parameters of the format it computes with."""
-    fp32_modules = [*family.find_fp32_layers(model)]
+    fp32_modules = [*family.list_layers_stored_in_fp32(model)]
     fp32_modules += family.find_fp32_modules(model) if key.precision.scales_loss else ()
     fp32_submodules = {inner for module in fp32_modules for inner in module.modules()}
     cast_dtype = key.precision.parameter_dtype if key.autocast else key.precision.compute_dtype
