@@ -200,7 +200,8 @@ def _list_burst_tflops(values: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _find_16_bit(values: Mapping[str, float]) -> float:
-    return next(values[name] for name in REFERENCE_FORMATS if name in values)
+    """That of a 16-bit format, or of fp32. KeyError where there is none of them."""
+    return values[next((name for name in REFERENCE_FORMATS if name in values), REFERENCE_FORMATS[0])]
 
 
 # --- Which numbers of a description nobody measured or published.

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import pytest
 
+from bench.config.compose import compose_config
 from bench.config.groups import list_config_groups
 from bench.config.hydra_calls import list_override_values, parse_overrides
 from bench.core.errors import UsageError
 from bench.hardware import Hardware
-from bench.hardware.derived import describe_assumed_share, find_source, list_assumed_fields, list_numbers
+from bench.hardware.derived import (
+    derive_sustained_shares,
+    describe_assumed_share,
+    find_source,
+    list_assumed_fields,
+    list_numbers,
+)
 from bench.hardware.hardware_file import UNDESCRIBED_OPTIONS, read_hardware_file
 from bench.planning.run_predictions import predict_configs
 from bench.prediction.prediction import Prediction
@@ -235,3 +242,11 @@ def test_what_is_said_of_sustained_speeds_is_kept_beside_a_power_limit() -> None
         assert hardware.speeds is not None
         assert hardware.speeds.matmul is not None
         assert hardware.speeds.matmul.sustained_share["bf16"] == 0.5
+
+
+def test_shares_of_formats_that_are_not_there_are_not_derived() -> None:
+    """It was a StopIteration for a device whose peaks somebody had typed away."""
+    values = compose_config({"hardware": "h100_80gb"})["hardware"]
+    base = {**values, "power_w": 2 * values["power_w"]}
+    assert derive_sustained_shares(dict(values), base)
+    assert derive_sustained_shares({**values, "peak_tflops": {}}, base) == {}
