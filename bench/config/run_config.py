@@ -104,7 +104,7 @@ class RunConfig:
     @property
     def has_compiled_parts(self) -> bool:
         """Whether torch's compiler, which chooses kernels by the sizes of tensors, makes blocks or the loss."""
-        return self.compile or self.compiles_loss
+        return self.compiling_setting is not None
 
     @property
     def compiles_loss(self) -> bool:

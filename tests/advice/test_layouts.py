@@ -13,7 +13,7 @@ import pytest
 from bench import predict
 from bench.advice.candidates import build_candidates
 from bench.advice.layouts import comparison
-from bench.advice.layouts.bounds import LayoutBounder, list_held
+from bench.advice.layouts.bounds import LayoutBounder, compute_reference_costs, list_held
 from bench.advice.layouts.comparison import LayoutComparison, find_gpu_threshold, plan_layouts
 from bench.advice.layouts.layouts import Layout, LayoutQuestion, list_layouts
 from bench.advice.layouts.search import LayoutPredictor, LayoutSearch, search_layouts
@@ -400,3 +400,23 @@ def test_a_map_has_a_point_for_every_model_and_number_of_gpus(
 def test_mistakes_are_one_sentence(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert predict.main(arguments) == 2
     assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_what_layouts_are_bounded_by_is_known_of_compiled_runs_of_few_tokens() -> None:
+    """Their traces at two batch sizes have other kernels: what is taken from both failed."""
+    small_mpt = (
+        "model=mpt_7b",
+        "model.num_layers=2",
+        "model.hidden_size=64",
+        "model.num_heads=2",
+        "sequence_length=64",
+    )
+    run = ("mode=predict", "strategy=single", "hardware=h100_80gb", "precision=bf16")
+    plain, *compiled = (
+        compute_reference_costs(compose_run_config(*small_mpt, *run, setting))
+        for setting in ("loss=whole", "loss=compiled", "compile=true")
+    )
+    assert plain.logits_bytes == 64 * 50368 * 2  # of one sequence, in bf16
+    for costs in compiled:
+        assert costs.logits_bytes == plain.logits_bytes
+        assert 0 < costs.seconds < plain.seconds

@@ -245,8 +245,11 @@ def compute_reference_costs(config: RunConfig) -> ReferenceCosts:
         costs = list_segment_costs(config, batch)
         seconds.append(sum(cost.seconds for cost in costs) / batch)
         kept_bytes.append(sum(cost.kept_bytes for cost in costs if cost.is_block_forward) / batch)
-    traced = load_scaled_trace(build_trace_key(config), list_traced_batch_sizes(2, is_compiled=False))
-    return ReferenceCosts(min(seconds), min(kept_bytes), traced.logits_bytes[1])
+    batch = REFERENCE_BATCHES[0]
+    traced_sizes = list_traced_batch_sizes(batch, is_compiled=config.has_compiled_parts)
+    traced = load_scaled_trace(build_trace_key(config), traced_sizes)
+    logits_bytes = traced.logits_bytes[0] + traced.compute_batch_weight(batch) * traced.logits_bytes[1]
+    return ReferenceCosts(min(seconds), min(kept_bytes), logits_bytes / batch)
 
 
 @dataclass(frozen=True)
