@@ -97,6 +97,7 @@ def get_added_strategy_knobs(strategy: Mapping[str, Any]) -> dict[str, object]:
             "ranks_per_batch": 1,
             "first_stage_less_blocks": 0,
             "last_stage_less_blocks": 0,
+            "overlap_kernels": "torch",
         },
         "pipeline": {"first_stage_less_blocks": 0, "last_stage_less_blocks": 0},
         "lightning": {"mesh_2d": True if strategy.get("backend") == "fsdp" else None},

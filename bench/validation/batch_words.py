@@ -20,9 +20,14 @@ from bench.validation.sources import SourceKnowledge
 ACCUMULATION_PATTERNS = (
     r"(?:grad(?:ient)?[ _-]?acc?um(?:ulation)?(?:[ _]steps)?|gas|micro_num|accumulation(?: steps)?|\bga)[ =:]*(\d+)",
     r"(\d+)[ -]micro-?batches(?: per step)?",
+    r"(\d+) (?:gradient )?accumulation steps",
     r"(no) accumulation",
 )
-GLOBAL_BATCH_PATTERN = r"global[ -]?batch(?:[ -]?size)?[ =:]*(\d[\d,]*)(?![\d.,]*[mk] ?tok|\.\d)"
+GLOBAL_BATCH_PATTERN = (
+    r"(?:global[ _-]?batch(?:[ _-]?size)?|\bgbs)[ =:]*(\d[\d,]*)(?![\d.,]*[mk] ?tok|\.\d)"
+    r"|batch(?: size)?[ =:]*(\d[\d,]*) \(global\)"
+)
+MICRO_BATCH_PATTERN = r"(?:\bmicro[ _-]?batch(?:[ _-]?size)?|\bmbs)[ =:]*(\d+)\b"
 
 
 def read_count(line: PublishedLine, column: str, name: str) -> int:
@@ -55,7 +60,8 @@ def read_micro_batches(line: PublishedLine, settings: Mapping[str, str], knowled
     if knowledge.micro_batch is not None:
         size = knowledge.micro_batch
     else:
-        size = read_count(line, "batch_size_per_gpu", "micro-batch")
+        noted_size = _read_noted_micro_batch(note) if is_blank(line["batch_size_per_gpu"]) else None
+        size = noted_size or read_count(line, "batch_size_per_gpu", "micro-batch")
     copies = int(settings["gpus"]) // count_ranks_per_copy(settings)
     global_batch = _read_global_batch(note, knowledge)
     count = _read_accumulation(note)
@@ -70,7 +76,12 @@ def _read_global_batch(note: str, knowledge: SourceKnowledge) -> int | None:
     if knowledge.global_batch is not None:
         return knowledge.global_batch
     match = re.search(GLOBAL_BATCH_PATTERN, note)
-    return int(match[1].replace(",", "")) if match else None
+    return int((match[1] or match[2]).replace(",", "")) if match else None
+
+
+def _read_noted_micro_batch(note: str) -> int | None:
+    match = re.search(MICRO_BATCH_PATTERN, note)
+    return int(match[1]) if match and int(match[1]) else None
 
 
 def read_batch(
@@ -95,6 +106,8 @@ def read_batch(
         batch = int(settings["batch_size_per_gpu"])
     elif not is_blank(line["batch_size_per_gpu"]):
         batch = read_count(line, "batch_size_per_gpu", "batch per GPU")
+    elif (noted_size := _read_noted_micro_batch(note)) is not None:
+        batch = noted_size
     elif global_batch is not None and global_batch % (replicas * (accumulation or 1)) == 0:
         batch = global_batch // (replicas * (accumulation or 1))
         assumptions.append(f"a micro-batch of {batch}, which the global batch comes to")

@@ -96,7 +96,7 @@ METRIC_NAMES = {
 }
 """Other names of theirs."""
 
-OOM_PATTERN = r"\boom\b|out[ -]of[ -]memory|does not fit|doesn't fit|cuda error: out"
+OOM_PATTERN = r"\boom\b|out[ -]?of[ -]?memory|does not fit|doesn't fit|cuda error: out"
 RAN_PATTERN = r"\bok\b|\bfits?\b|success|\bran\b|\bruns?\b|\btrains?\b|\byes\b|completed"
 
 

@@ -70,6 +70,7 @@ def normalise_model_name(text: str) -> str:
     """A name in lower case without punctuation, organisation and what says nothing of its shape; p for a point."""
     name = re.sub(r"\([^)]*\)", " ", text.lower()).strip().rpartition("/")[2]
     name = re.split(r"\bcut to\b|\b\d+ layers\b|\blayers\b|\bheads\b", name)[0]
+    name = re.sub(r"\b\d+[ -](?:node|gpu)s?\b", " ", name)
     for pattern, replacement in SAME_SHAPES:
         name = re.sub(pattern, replacement, name)
     name = re.sub(r"(\d)[._](\d+b\b)", r"\1p\2", re.sub(r"(\d)\.(\d)", r"\1p\2", name))
@@ -89,7 +90,9 @@ def read_model(name: str, parameters: str, note: str = "") -> Overrides:
         raise NotExpressibleError("the model is not stated")
     key, entries = normalise_model_name(name), load_model_entries()
     size = re.sub(r"\.", "p", parameters.strip().lower())
-    entry = entries.get(key) or entries.get(key + size) or entries.get(key + re.sub(r"p0(?=b)", "", size))
+    rounded_size = re.sub(r"p0(?=b)", "", size)
+    names = (key, key + size, key + rounded_size, key.removesuffix(size) if size else key)
+    entry = next((entries[name] for name in names if name in entries), None)
     shape, noted_shape = _read_shape(name), _read_shape(note)
     if entry is None:
         shape = {**noted_shape, **shape}

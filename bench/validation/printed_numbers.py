@@ -43,7 +43,8 @@ NUMBER_PATTERN = r"[-+]?(?:\d+(?:,\d{3})+|\d+)(?:\.\d+)?(?:[eE][-+]?\d+)?|[-+]?\
 
 
 class NoNumberError(ValueError):
-    """A cell that holds no single number, and says so: blank, a bound or a range."""
+    """A cell that holds no single number, and says so: blank, a bound or a range; or a number in a unit that is none of
+    those that are known."""
 
 
 def is_blank(text: str) -> bool:
@@ -120,12 +121,12 @@ def parse_bytes(text: str, unit: str) -> float:
     Raises
     ------
     NoNumberError, ValueError
-        As `split_number`, and if the unit is no size.
+        As `split_number`; the former also if the unit is no size.
     """
     number, own_unit = split_number(text)
     word = re.split(r"[\s/,(]", (own_unit or unit).strip().lower())[0] or "gb"
     if word not in MEMORY_UNITS:
-        raise ValueError(f"{own_unit or unit} is no unit of memory")
+        raise NoNumberError(f"{own_unit or unit} is no unit of memory")
     return number * MEMORY_UNITS[word]
 
 
@@ -135,21 +136,23 @@ def parse_seconds(text: str, unit: str) -> float:
     Raises
     ------
     NoNumberError, ValueError
-        As `split_number`, and if the unit is no time.
+        As `split_number`; the former also if the unit is no time.
     """
     number, own_unit = split_number(text)
     word = re.split(r"[\s,(]", (own_unit or unit).strip().lower())[0]
     if word not in TIME_UNITS:
-        raise ValueError(f"{own_unit or unit} is no unit of time")
+        raise NoNumberError(f"{own_unit or unit} is no unit of time")
     return number * TIME_UNITS[word]
 
 
 def parse_rate(text: str, unit: str) -> float:
-    """A number per second, K and M as thousands and millions: 29K tokens/s."""
+    """A number per second, K and M as thousands and millions: 29K tokens/s, 29 thousand tokens/s."""
     number, own_unit = split_number(text)
     suffix = _find_suffix(own_unit)
-    if not suffix and unit.strip().lower().startswith(("ktok", "k tok")):
+    if not suffix and re.match(r"k ?tok|thousand|k/s|k$", unit.strip().lower()):
         suffix = "k"
+    if not suffix and re.match(r"million", unit.strip().lower()):
+        suffix = "m"
     return number * DECIMAL_SUFFIXES[suffix]
 
 

@@ -26,8 +26,9 @@ from bench.validation.mesh_words import (
     choose_layout_words,
     count_ranks_per_copy,
 )
-from bench.validation.metrics import METRICS, OOM_PATTERN, Quantity, read_quantity
+from bench.validation.metrics import METRICS, OOM_PATTERN, SPEED, Quantity, read_quantity
 from bench.validation.model_words import normalise_model_name, read_model
+from bench.validation.note_words import find_checkpointing, has_micro_batch_times, read_note
 from bench.validation.overrides import NotExpressibleError, Overrides
 from bench.validation.printed_numbers import find_rounding, parse_parameters
 from bench.validation.sources import (
@@ -196,7 +197,7 @@ def read_line(row: int, line: PublishedLine) -> Reading:
         if match := re.search(OTHER_FRAMEWORK_PATTERN, (line.get("note") or "").lower()):
             raise NotExpressibleError(f"{match[0]}: another framework than PyTorch")
         quantity = read_quantity(row, line, knowledge.metrics)
-        overrides, micro_batches = _read_words(line, knowledge)
+        overrides, micro_batches = _read_words(line, knowledge, quantity.kind)
         batches = (
             [{}] if micro_batches is None else micro_batches.list_settings(count_ranks_per_copy(overrides.settings))
         )
@@ -249,7 +250,7 @@ def _read_loss_memory(knowledge: SourceKnowledge) -> LossMemory | None:
     return LossMemory(None if knowledge.loss_memory == "freed" else float(knowledge.loss_memory))
 
 
-def _read_words(line: PublishedLine, knowledge: SourceKnowledge) -> tuple[Overrides, MicroBatches | None]:
+def _read_words(line: PublishedLine, knowledge: SourceKnowledge, kind: str) -> tuple[Overrides, MicroBatches | None]:
     known = _format_settings(knowledge.settings)
     taken_back = {key for key, value in known.items() if value == ""}
     known = {key: value for key, value in known.items() if value != ""}
@@ -266,15 +267,14 @@ def _read_words(line: PublishedLine, knowledge: SourceKnowledge) -> tuple[Overri
     else:
         words.add(_read_knobs(line, gpus, known["strategy"]))
     if "activation_checkpointing" not in known:
-        words.add(read_checkpointing(line["activation_checkpointing"]))
+        words.add(read_checkpointing(_find_checkpointing_words(line)))
+    words.add(read_note(note, {**words.settings, **known}, kind))
     settings = {"gpus": str(gpus), "gpus_per_node": _find_gpus_per_node(line, gpus), **words.settings, **known}
     if "sequence_length" not in settings:
         settings["sequence_length"] = str(read_count(line, "sequence_length", "sequence length"))
     _extend_positions(settings, knowledge.block_size == "sequence_length")
     if settings["strategy"] == "fsdp1" and records_nccl_stream(find_torch_version(line)):
         settings["+hardware.speeds.records_nccl_stream"] = "true"
-    if re.search(r"torch\.compile|\bcompiled?\b", note.lower()):
-        settings.setdefault("compile", "true")
     assumptions = [*words.assumptions, *knowledge.assumed]
     if settings.get("compile") == "true" and settings.get("finetune") == "qlora":
         settings["compile"] = "false"
@@ -293,10 +293,18 @@ def _read_words(line: PublishedLine, knowledge: SourceKnowledge) -> tuple[Overri
         micro_batches = read_micro_batches(line, settings, knowledge)
     else:
         settings = read_batch(line, settings, knowledge, assumptions)
+        if kind == SPEED and has_micro_batch_times(note):
+            settings |= {"gradient_accumulation": "1"}
     if settings["strategy"] == "deepspeed" and settings.get("strategy.stage", "2") in ("2", "3"):
         settings.setdefault("gradient_accumulation_sync", "true")  # gradients that are divided cannot be accumulated
     kept = {key: value for key, value in settings.items() if key not in taken_back}
     return Overrides(kept, assumptions, words.time_settings, words.open_settings), micro_batches
+
+
+def _find_checkpointing_words(line: PublishedLine) -> str:
+    """Those of the column, else of the note."""
+    column = line["activation_checkpointing"]
+    return find_checkpointing(line.get("note") or "") if column.strip() == "" else column
 
 
 def _has_transformer_engine(line: PublishedLine) -> bool:

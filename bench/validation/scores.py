@@ -18,6 +18,7 @@ from bench.prediction.intervals import (
     COMPLETE,
     ROUGH,
     STEP_TIME,
+    UNKNOWN,
     classify_hardware,
     find_factors,
     find_rough_verdict,
@@ -86,6 +87,8 @@ class Score:
     fullness: float | None = None
     """Predicted allocated memory against what the allocator may have, None where that is not known, or where the
     prediction has a margin of its own."""
+    exceeds_capacity: bool = False
+    """Whether more memory is predicted than there is, however uncertain that is."""
 
     @property
     def kind(self) -> str:
@@ -121,6 +124,12 @@ class Score:
         return self.quantity.ran and self.is_verdict_wrong
 
     @property
+    def is_misread(self) -> bool:
+        """Whether a run that ran is of a source that nobody has looked up, and as it was read takes more than there
+        is."""
+        return self.quantity.ran and self.exceeds_capacity and self.reading.assumed_class == UNKNOWN
+
+    @property
     def log_ratio(self) -> float:
         """Natural logarithm of true against predicted: of step time, or of bytes."""
         ratio = self.quantity.value / self.predicted_value
@@ -142,7 +151,8 @@ def score_readings(readings: Sequence[Reading]) -> tuple[list[Score], dict[int, 
     predictions = _predict(runnable, reasons)
     scores = {reading.row: _score(reading, predictions, reasons) for reading in runnable}
     found = {row: score for row, score in scores.items() if score is not None}
-    found |= _score_again([score.reading for score in found.values() if score.is_too_large], predictions)
+    read_again = [score for score in found.values() if score.is_too_large or score.is_misread]
+    found |= _score_again(read_again, predictions)
     return list(found.values()), reasons
 
 
@@ -157,24 +167,30 @@ def _score(reading: Reading, predictions: Predictions, reasons: dict[int, str]) 
         return None
 
 
-def _score_again(too_large: Sequence[Reading], predictions: Predictions) -> dict[int, Score]:
-    """Runs that ran and are said not to fit, by their rows, as the first of what else a row may mean that is not said
-    so; where that is activations computed again, what fits is open. What is predicted for that is added."""
-    smaller = {reading.row: list_smaller_readings(reading) for reading in too_large}
-    checkpointed = {reading.row: list_checkpointed_readings(reading) for reading in too_large}
+def _score_again(scores: Sequence[Score], predictions: Predictions) -> dict[int, Score]:
+    """Runs that ran and are said not to fit, or are misread, by their rows, as the first of what else a row may mean
+    that is neither, or at least is not said not to fit; where that is activations computed again, what fits is open.
+    What is predicted for that is added."""
+    readings = {score.reading.row: score.reading for score in scores}
+    smaller = {row: list_smaller_readings(reading) for row, reading in readings.items()}
+    checkpointed = {
+        score.reading.row: list_checkpointed_readings(score.reading) for score in scores if score.is_too_large
+    }
     predictions |= _predict(list(itertools.chain(*smaller.values(), *checkpointed.values())), {})
 
-    def find_fitting(readings: Iterable[Reading]) -> Score | None:
-        scores = (_score(reading, predictions, {}) for reading in readings)
-        return next((score for score in scores if score is not None and not score.is_too_large), None)
+    def find_fitting(candidates: Iterable[Reading], is_refused: Callable[[Score], bool]) -> Score | None:
+        found_scores = (_score(reading, predictions, {}) for reading in candidates)
+        return next((score for score in found_scores if score is not None and not is_refused(score)), None)
 
     found = {}
-    for reading in too_large:
-        score = find_fitting(smaller[reading.row])
-        if score is None and find_fitting(checkpointed[reading.row]) is not None:
-            score = _score(dataclasses.replace(reading, is_read_again=True, is_fit_open=True), predictions, {})
+    for row, reading in readings.items():
+        score = find_fitting(smaller[row], lambda score: score.is_too_large or score.is_misread)
+        if score is None and row in checkpointed:
+            score = find_fitting(smaller[row], lambda score: score.is_too_large)
+            if score is None and find_fitting(checkpointed[row], lambda score: score.is_too_large) is not None:
+                score = _score(dataclasses.replace(reading, is_read_again=True, is_fit_open=True), predictions, {})
         if score is not None:
-            found[reading.row] = score
+            found[row] = score
     return found
 
 
@@ -233,6 +249,7 @@ def build_score(reading: Reading, first_prediction: Prediction, *further_predict
         predicted_step_s=None if prediction.time is None else _compute_step_seconds(reading, config, prediction),
         retry_probability=0.0 if prediction.time is None else prediction.time.retry_probability,
         fullness=_compute_fullness(config, memory),
+        exceeds_capacity=memory.capacity is not None and memory.allocated.value > memory.capacity,
     )
 
 

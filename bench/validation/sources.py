@@ -25,7 +25,8 @@ An entry, and each of its rules, may have these keys:
   whose gradient takes their place (`bench.prediction.simulation.other_loop`).
 * ``miss_cause``: why predictions of its rows miss, as far as that is known.
 
-A rule's pattern is searched in a column, or in strategy and sharding together (``layout``).
+A rule's pattern is searched in a column, in strategy and sharding together (``layout``), or in all that the row says of
+its software (``names``).
 
 The entry `UNKNOWN_SOURCE` is for rows of sources that the file does not have: what software that a row names does
 unless it is told otherwise.
@@ -121,9 +122,16 @@ def find_source_knowledge(line: PublishedLine) -> SourceKnowledge:
 LAYOUT_COLUMNS = ("strategy", "sharding")
 """In either of which people write degrees: what rules call the column ``layout``."""
 
+NAMING_COLUMNS = ("source_key", "source_url", "figure_or_table", "strategy", "note")
+"""In any of which software may be named: what rules call the column ``names``."""
+
 
 def _matches(patterns: Mapping[str, str], line: PublishedLine) -> bool:
-    texts = {**line, "layout": " ".join(line.get(column) or "" for column in LAYOUT_COLUMNS)}
+    joined = {
+        name: " ".join(line.get(column) or "" for column in columns)
+        for name, columns in (("layout", LAYOUT_COLUMNS), ("names", NAMING_COLUMNS))
+    }
+    texts = {**line, **joined}
     return all(re.search(pattern, texts.get(column) or "", re.IGNORECASE) for column, pattern in patterns.items())
 
 

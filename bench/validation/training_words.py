@@ -31,6 +31,7 @@ GPU_KINDS = (
     *(("h800", "h100"), ("a800", "a100"), ("mi350x", "mi355x"), ("titan rtx", "titan_rtx")),
     *(("rtx pro 6000", "rtx_pro_6000"), ("pro 6000", "rtx_pro_6000"), ("6000 ada", "rtx_6000_ada")),
     *(("rtx 6000ada", "rtx_6000_ada"), ("rtx 8000", "rtx_8000"), ("rtx a6000", "a6000"), ("a6000", "a6000")),
+    *(("mi355", "mi355x"), ("mi325", "mi325x"), ("mi300", "mi300x")),
     *(("3090 ti", "rtx_3090_ti"), ("3090", "rtx_3090"), ("4090", "rtx_4090"), ("5090", "rtx_5090")),
     *(("mi210", "mi210"), ("mi100", "mi100"), ("a10", "a10"), ("l4", "l4"), ("t4", "t4")),
 )
@@ -148,6 +149,8 @@ def read_precision(text: str, *, by_transformer_engine: bool = False) -> Overrid
             return Overrides(settings, [f"{text}: TransformerEngine's FP8, whose memory is taken as bf16's"])
         settings = {"precision": "fp8", **({"precision.float8": "rowwise"} if "rowwise" in words else {})}
         return Overrides(settings, [] if "wise" in words else [f"{text}: torchao's FP8, one scale per tensor"])
+    if re.search(r"int ?8", words) and re.search(r"matmul|product|train|mixed|w8a8", words):
+        raise NotExpressibleError(f"{text}: products in int8 are none of the suite's")
     if re.search(r"int ?8|8 ?bit", words):
         return Overrides({"precision": "bf16_pure", "finetune": "qlora", "finetune.bits": "8"}, ["8-bit weights: int8"])
     if re.search(r"gptq|int ?4|4 ?bit|nf4|fp4", words):

@@ -322,6 +322,17 @@ def test_a_distributed_optimizer_gathers_once_a_step_without_a_pipeline_too(shar
             "strategy.async_tensor_parallel",
             "true",
         ),
+        (
+            {"strategy": "Megatron", "sharding": "TP2", "note": "NeMo; global batch 16"},
+            "strategy.overlap_kernels",
+            "transformer_engine",
+        ),
+        ({"strategy": "FSDP2", "note": "torchtune recipe"}, "precision", "bf16_pure"),
+        ({"strategy": "FSDP2", "figure_or_table": "torchtitan, table 1"}, "gradient_clip_norm", "1.0"),
+        ({"note": "torchtitan; torch.compile", "torch_version": "2.9.0.dev20250811"}, "loss", "compiled"),
+        ({"activation_checkpointing": "", "note": "activation checkpointing on"}, "activation_checkpointing", "full"),
+        ({"strategy": "FSDP2 (lora)", "note": "LoRA rank 32 on q and v"}, "finetune.rank", "32"),
+        ({"model": "Llama 2 34B", "parameters": "34B"}, "model.intermediate_size", "22016"),
         ({"model": "GPT-2 124M", "parameters": "124M"}, "model.vocabulary_size", "50257"),
         (
             {"model": "GPT-2 124M", "parameters": "124M", "note": "vocabulary 50304"},
@@ -344,6 +355,8 @@ def test_words_of_tables_that_nobody_has_looked_up_mean_what_they_usually_do(
         ({"note": "MaxText, JAX 0.4"}, "maxtext: another framework than PyTorch"),
         ({"strategy": "DeepSpeed ZeRO-3", "precision": "fp16", "gpu": "V100-32GB"}, "does not compute in bf16"),
         ({"parameters": "70B"}, "70B parameters are printed"),
+        ({"metric": "iteration_time", "unit": "fortnights"}, "fortnights is no unit of time"),
+        ({"note": "optimizer step in backward"}, "the optimizer steps within backward"),
     ],
 )
 def test_what_is_no_run_of_this_suite_says_why(columns: dict[str, str], reason: str) -> None:
@@ -403,6 +416,18 @@ def test_a_run_that_ran_is_read_as_one_that_fits_where_its_row_does_not_say() ->
     assert [score.is_verdict_wrong for score in scores] == [False, False, True]
     for score in scores[:2]:
         assert "without which it is predicted not to fit" in score.reading.assumptions[-1]
+
+
+def test_gradients_are_reduced_after_every_micro_batch_where_they_are_too_many_otherwise() -> None:
+    """Of 70.6 B parameters whole gradients alone are 141 GB; FSDP's share of all else is 18 GB. The interval of rows of
+    unknown sources is too wide to say that it does not fit."""
+    row = {**UNKNOWN_ROW, "model": "Llama 3 70B", "parameters": "70B", "strategy": "FSDP2", "gpu_count": "64"}
+    row |= {"precision": "bf16 mixed", "sequence_length": "4096", "activation_checkpointing": "full"}
+    noted = {"note": "gradient accumulation 2", "metric": "peak_memory_allocated", "value": "50", "unit": "GB"}
+    (score,), _ = score_readings([read_line(1, {**row, **noted})])
+    assert dict(score.reading.settings)["gradient_accumulation_sync"] == "true"
+    assert score.predicted_value < 80e9
+    assert "without which it is predicted not to fit" in score.reading.assumptions[-1]
 
 
 def test_intervals_of_tables_that_nobody_has_looked_up_are_those_of_unknown_sources() -> None:

@@ -49,6 +49,8 @@ def read(**changed: str) -> Reading:
         ("H100 SXM", "h100_80gb"),
         ("8 x H100-80GB-HBM3", "h100_80gb"),
         ("h100_80gb", "h100_80gb"),
+        ("MI355", "mi355x"),
+        ("AMD MI300", "mi300x"),
     ],
 )
 def test_gpus_are_found_by_their_names(text: str, hardware: str) -> None:
@@ -173,6 +175,8 @@ def test_precisions_are_found_by_their_words(text: str, precision: str) -> None:
 def test_formats_that_the_suite_does_not_have_are_refused() -> None:
     with pytest.raises(NotExpressibleError, match="scale per block"):
         read_precision("MXFP8")
+    with pytest.raises(NotExpressibleError, match="products in int8"):
+        read_precision("int8 matmuls, bf16 weights")
 
 
 @pytest.mark.parametrize(
@@ -239,6 +243,29 @@ def test_the_micro_batch_follows_from_a_global_batch_and_is_then_an_assumption()
     assert read(batch_size_per_gpu="4", note="global batch 64").config.gradient_accumulation == 2
 
 
+@pytest.mark.parametrize(
+    ("note", "batch", "accumulation"),
+    [
+        ("MBS 2, GBS 64", 2, 4),
+        ("micro_batch_size 4, global_batch_size 32", 4, 1),
+        ("batch size 64 (global)", 8, 1),
+        ("MBS 1, 4 accumulation steps", 1, 4),
+    ],
+)
+def test_batches_are_found_by_what_people_call_them(note: str, batch: int, accumulation: int) -> None:
+    config = read(batch_size_per_gpu="", note=note).config
+    assert (config.batch_size_per_gpu, config.gradient_accumulation) == (batch, accumulation)
+
+
+def test_a_time_of_a_micro_batch_is_that_of_a_step_of_one() -> None:
+    note = "global batch 64; the printed time is one iteration = one micro-batch"
+    timed, held = (
+        read(note=note, metric=metric, value="1", unit=unit).config.gradient_accumulation
+        for metric, unit in (("iteration_time", "s"), ("peak_memory_allocated", "GB"))
+    )
+    assert (timed, held) == (1, 2)
+
+
 @pytest.mark.parametrize("column", ["gpu_count", "sequence_length", "batch_size_per_gpu"])
 def test_counts_that_are_missing_or_ranges_are_reasons(column: str) -> None:
     assert "not stated" in (read(**{column: ""}).reason or "")
@@ -256,6 +283,7 @@ def test_numbers_are_read_as_people_print_them() -> None:
     assert parse_bytes("12.5 GiB", "") == parse_bytes("12.5", "GiB") == parse_bytes("12800", "MiB") == 12.5 * 2**30
     assert parse_bytes("40", "GB") == 40e9
     assert parse_rate("1.2M", "tokens/s") == parse_rate("1,200k", "") == 1.2e6
+    assert parse_rate("1200", "thousand tokens/s") == parse_rate("1.2", "million tokens/s") == 1.2e6
     assert parse_seconds("620", "ms") == parse_seconds("0.62 s", "") == pytest.approx(0.62)
 
 
@@ -275,6 +303,7 @@ def test_bounds_ranges_and_blanks_are_no_numbers(text: str) -> None:
         ("tokens_per_second", "OOM", "", "outcome", 1),
         ("outcome", "ok", "", "outcome", 0),
         ("peak_memory_reserved", "OOM", "GB", "outcome", 1),
+        ("outcome", "OutOfMemoryError", "", "outcome", 1),
     ],
 )
 def test_metrics_are_found_by_their_names(metric: str, value: str, unit: str, name: str, number: float) -> None:
@@ -289,9 +318,17 @@ def test_metrics_are_found_by_their_names(metric: str, value: str, unit: str, na
         ("deepseek-ai/DeepSeek-V2-Lite", "deepseek_v2_lite"),
         ("meta-llama/Llama-3-8B", "llama3_8b"),
         ("deepseekv3 cut to 4 layers", "deepseek_v3"),
+        ("Llama3 70B 2-node", "llama3_70b"),
+        ("Qwen3 MoE 30B", "qwen3_30b_a3b"),
     ],
 )
 def test_names_with_organisations_remarks_and_layers_mean_a_model(name: str, model: str) -> None:
     settings = read_model(name, "").settings
     assert settings["model"] == model
     assert settings.get("model.num_layers") == ("4" if "cut" in name else None)
+
+
+def test_a_size_behind_a_name_that_needs_none_says_nothing_new() -> None:
+    assert read_model("DeepSeek V3 671B", "671B").settings["model"] == "deepseek_v3"
+    with pytest.raises(NotExpressibleError, match="no shape of a model called Llama 12B"):
+        read_model("Llama 12B", "12B")

@@ -26,6 +26,7 @@ from bench.prediction.trace.compiled_blocks import compile_blocks
 from bench.prediction.trace.device_operators import use_device_operators
 from bench.prediction.trace.fake_process_group import split_model
 from bench.prediction.trace.fake_tensors import TracingFakeTensorMode
+from bench.prediction.trace.layer_overlap import overlap_exchanges
 from bench.prediction.trace.ring_attention import trace_ring_attention
 from bench.prediction.trace.step_trace import (
     build_traced_loss,
@@ -301,6 +302,8 @@ def _trace_stage(key: StageTraceKey, short_stage: ShortStage, batch_size: int) -
             _move_past_free(segment, event, gradient_sizes[event.parameter]) for event in segment.gradients
         ]
         sort_simultaneous_frees(segment)
+    if split is not None and split.overlaps_exchanges:
+        overlap_exchanges(trace_recorder.segments)
     return Trace(trace_recorder.segments, trace_recorder.inputs_bytes, produced_bytes, parameters=parameters)
 
 

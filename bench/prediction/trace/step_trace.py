@@ -28,6 +28,7 @@ from bench.prediction.trace.compiled_blocks import compile_blocks, compile_modul
 from bench.prediction.trace.device_operators import use_device_operators
 from bench.prediction.trace.fake_process_group import join_fake_process_group, split_model
 from bench.prediction.trace.fake_tensors import TracingFakeTensorMode
+from bench.prediction.trace.layer_overlap import overlap_exchanges
 from bench.prediction.trace.ring_attention import trace_ring_attention
 from bench.prediction.trace.trace import (
     END_PHASE,
@@ -134,6 +135,8 @@ def trace_step(key: TraceKey, batch_size: int, *, whole_model: bool = False) -> 
     for segment in trace_recorder.segments:
         sort_simultaneous_frees(segment)
     trace_recorder.free_gradients_at_events()
+    if key.split is not None and key.split.overlaps_exchanges:
+        overlap_exchanges(trace_recorder.segments)
     return Trace(
         trace_recorder.segments, trace_recorder.inputs_bytes, trace_recorder.outputs_bytes, trace_recorder.logits_bytes
     )

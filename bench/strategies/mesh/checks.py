@@ -6,11 +6,12 @@ import math
 from typing import TYPE_CHECKING
 
 from bench.core.errors import ImpossibleError, invalid_value_error
-from bench.core.precision import Precision
+from bench.core.precision import TRANSFORMER_ENGINE, Precision
 from bench.models import Family
 from bench.strategies.base import StepSettings
 from bench.strategies.mesh.context import ALL_TO_ALL
 from bench.strategies.mesh.layout import CONTEXT, EXPERT, PIPELINE, SHARDS, TENSOR
+from bench.strategies.mesh.split import TORCH
 from bench.strategies.pipeline.schedule import SPLIT_BACKWARD_SCHEDULES
 from bench.strategies.pipeline.schedule_checks import check_schedule, check_stage_blocks
 from bench.strategies.requirements import list_divisors, require_stored_reduce_dtype
@@ -62,10 +63,22 @@ def check_knobs(strategy: MeshStrategy) -> None:
         raise invalid_value_error(
             "strategy.async_tensor_parallel", True, "false, or strategy.tensor of 2 or more", ImpossibleError
         )
+    if strategy.overlap_kernels == TRANSFORMER_ENGINE and not strategy.sequence_parallel:
+        raise invalid_value_error(
+            "strategy.overlap_kernels",
+            strategy.overlap_kernels,
+            f"{TORCH}, or strategy.sequence_parallel=true, whose exchanges they are",
+            ImpossibleError,
+        )
 
 
 def check_mode(strategy: MeshStrategy, mode: str) -> None:
-    """Raise `ImpossibleError` for micro-batches without a pipeline, but in predictions."""
+    """Raise `ImpossibleError` for what is predicted only: micro-batches without a pipeline, and Megatron's kernels."""
+    if mode != "predict" and strategy.overlap_kernels == TRANSFORMER_ENGINE:
+        raise ImpossibleError(
+            f"strategy.overlap_kernels={TRANSFORMER_ENGINE} is not valid with mode={mode}, since no run has Megatron's "
+            f"kernels: choose {TORCH}, or mode=predict."
+        )
     if mode != "predict" and strategy.micro_batches is not None and strategy.layout.get_degree(PIPELINE) == 1:
         raise ImpossibleError(
             f"strategy.micro_batches={strategy.micro_batches} is not valid with mode={mode} and strategy.pipeline=1, "
@@ -264,7 +277,7 @@ def check_step(strategy: MeshStrategy, settings: StepSettings) -> None:
         )
     if settings.compile:
         _check_compile(strategy)
-    elif strategy.async_tensor_parallel:
+    elif strategy.async_tensor_parallel and strategy.overlap_kernels == TORCH:
         raise invalid_value_error(
             "strategy.async_tensor_parallel",
             True,

@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import PrepareModuleInput, loss_parallel,
 from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.utils._python_dispatch import _disable_current_modes
 
+from bench.core.precision import TRANSFORMER_ENGINE
 from bench.models import Batch, Family
 from bench.models.base import IGNORED_LABEL
 from bench.models.division import SEQUENCE_SHARD, LayerDivision, PipelineStageModule
@@ -24,6 +25,10 @@ from bench.strategies.mesh.experts import divide_experts
 from bench.strategies.mesh.layout import CONTEXT, EXPERT, SHARDS, TENSOR, MeshLayout, RankMesh
 from bench.strategies.step_plan import CONTEXT_GROUP, EXPERT_GROUP, TENSOR_GROUP
 from bench.strategies.tensor_parallel.split import TensorParallelSplit, divide_tensor_layers
+
+TORCH = "torch"
+OVERLAP_KERNELS = (TORCH, TRANSFORMER_ENGINE)
+"""Whose kernels overlap the exchanges of tensor parallelism with products."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +141,16 @@ class MeshSplit(TensorParallelSplit):
     expert: int = 1
     expert_tensor_parallel: bool = True
     loss_parallel: bool = True
-    overlaps_products: bool = False
+    overlap_kernels: str | None = None
+    """What overlaps exchanges and products; None where nothing does."""
+
+    @property
+    def overlaps_products(self) -> bool:  # type: ignore[override]
+        return self.overlap_kernels == TORCH
+
+    @property
+    def overlaps_exchanges(self) -> bool:  # type: ignore[override]
+        return self.overlap_kernels == TRANSFORMER_ENGINE
 
     @property
     def num_ranks(self) -> int:

@@ -58,7 +58,7 @@ from bench.strategies.mesh.plans import (
     plan_mesh_stages,
     plan_mesh_step,
 )
-from bench.strategies.mesh.split import MeshSplit, build_mesh_loss, overlap_products
+from bench.strategies.mesh.split import OVERLAP_KERNELS, TORCH, MeshSplit, build_mesh_loss, overlap_products
 from bench.strategies.pipeline.model import TORCH_STAGES_MODULE, PipelinedModel
 from bench.strategies.pipeline.schedule import ALL_SCHEDULES, DUAL_PIPE_V, Timetable
 from bench.strategies.pipeline.schedule_checks import choose_virtual_stages
@@ -142,7 +142,10 @@ class MeshStrategy(Strategy):
     loss_parallel: bool
     """With tensor: compute the loss on logits that are divided over the vocabulary; else they are gathered."""
     async_tensor_parallel: bool
-    """With tensor and compile=true, on GPUs: the compiler overlaps gathers and products by symmetric memory."""
+    """With tensor, on GPUs: gathers and products overlap."""
+    overlap_kernels: Annotated[str, OneOf(*OVERLAP_KERNELS)]
+    """What overlaps them: torch (with compile=true its compiler, by symmetric memory), or transformer_engine
+    (Megatron's, which is predicted only)."""
     ranks_per_batch: Annotated[int | None, DEGREE_RANGE]
     """Ranks that read `batch_size_per_gpu` sequences together, a divisor of tensor x pipeline x context, whose ranks
     share theirs: 8 is an eighth of a sequence per GPU at batch 1. null: 1."""
@@ -181,6 +184,7 @@ class MeshStrategy(Strategy):
             expert_tensor_parallel=self.expert_tensor_parallel or not has_tensor,
             sequence_parallel=self.sequence_parallel and has_tensor,
             loss_parallel=self.loss_parallel and has_tensor,
+            overlap_kernels=self.overlap_kernels if self.async_tensor_parallel else TORCH,
             ranks_per_batch=self.num_ranks_per_batch,
             **degrees,  # type: ignore[arg-type]
         )
@@ -264,7 +268,7 @@ class MeshStrategy(Strategy):
             expert,
             self.expert_tensor_parallel,
             self.loss_parallel,
-            self.async_tensor_parallel,
+            self.overlap_kernels if self.async_tensor_parallel else None,
         )
 
     @property

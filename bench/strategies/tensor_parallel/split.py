@@ -44,6 +44,8 @@ class TensorParallelSplit:
 
     overlaps_products = False
     """The compiler has collectives go on beside the products whose operands or results they are."""
+    overlaps_exchanges = False
+    """Products themselves do, as TransformerEngine's."""
 
     @property
     def breaks_graphs(self) -> bool:
