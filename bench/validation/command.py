@@ -63,10 +63,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json is not None and options.published is None:
         parser.error("--json goes with --published")
     if options.published is not None and (options.measured is not None or options.fit_intervals):
-        parser.error("--published goes with --json alone")
+        parser.error("--published goes with --json and --output alone")
     try:
         if options.published is not None:
-            return _report_published_table(options.published, options.json)
+            return _report_published_table(options.published, options.json, options.output)
         if options.measured is not None or options.hardware is not None:
             return _report_measured_step_times(parser, options)
     except UsageError as error:
@@ -75,8 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return _write_accuracy(options.output, fits_intervals=options.fit_intervals)
 
 
-def _report_published_table(path: Path, json_path: Path | None) -> int:
-    """Score a table, print what it comes to and, if asked for, write every row."""
+def _report_published_table(path: Path, json_path: Path | None, output: Path) -> int:
+    """Score a table, print what it comes to and, if asked for, write that as a page, and every row."""
     readings = read_lines(read_published_table(path))
     scores, reasons = score_readings(readings)
     if json_path is not None:
@@ -86,7 +86,13 @@ def _report_published_table(path: Path, json_path: Path | None) -> int:
             )
         except OSError as error:
             raise UsageError(f"--json={json_path} cannot be written: {error.strerror}.") from None
-    print(render_report(readings, scores, reasons), end="")
+    report = render_report(readings, scores, reasons)
+    if output != ACCURACY_PAGE:
+        try:
+            output.write_text(f"# Predictions of {path.name}\n\n{report}", encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"--output={output} cannot be written: {error.strerror}.") from None
+    print(report, end="")
     return 0
 
 
