@@ -268,7 +268,8 @@ def _read_words(line: PublishedLine, knowledge: SourceKnowledge, kind: str) -> t
         words.add(_read_knobs(line, gpus, known["strategy"]))
     if "activation_checkpointing" not in known:
         words.add(read_checkpointing(_find_checkpointing_words(line)))
-    words.add(read_note(note, {**words.settings, **known}, kind))
+    noted = read_note(note, {**words.settings, **known}, kind)
+    words.add(noted)
     settings = {"gpus": str(gpus), "gpus_per_node": _find_gpus_per_node(line, gpus), **words.settings, **known}
     if "sequence_length" not in settings:
         settings["sequence_length"] = str(read_count(line, "sequence_length", "sequence length"))
@@ -298,7 +299,31 @@ def _read_words(line: PublishedLine, knowledge: SourceKnowledge, kind: str) -> t
     if settings["strategy"] == "deepspeed" and settings.get("strategy.stage", "2") in ("2", "3"):
         settings.setdefault("gradient_accumulation_sync", "true")  # gradients that are divided cannot be accumulated
     kept = {key: value for key, value in settings.items() if key not in taken_back}
+    kept = _leave_out_refused(kept, set(noted.settings) - set(known), assumptions)
     return Overrides(kept, assumptions, words.time_settings, words.open_settings), micro_batches
+
+
+DETAILS = ("loss", "optimizer.implementation", "finetune.target_modules")
+"""Settings that change less than what a reading without them is off by."""
+
+
+def _leave_out_refused(settings: dict[str, str], noted: set[str], assumptions: list[str]) -> dict[str, str]:
+    """Without the details of a note with which the suite refuses the run, if that is so and it does not without."""
+    details = [key for key in DETAILS if key in noted and key in settings]
+    plain = {key: value for key, value in settings.items() if key not in details}
+    if not details or _find_refusal(settings) is None or _find_refusal(plain) is not None:
+        return settings
+    left_out = ", ".join(f"{key}={settings[key]}" for key in details)
+    assumptions.append(f"without {left_out}, which the suite does not have here")
+    return plain
+
+
+def _find_refusal(settings: dict[str, str]) -> str | None:
+    try:
+        _build_config(order_settings(settings))
+    except NotExpressibleError as error:
+        return str(error)
+    return None
 
 
 def _find_checkpointing_words(line: PublishedLine) -> str:

@@ -340,6 +340,7 @@ def test_a_distributed_optimizer_gathers_once_a_step_without_a_pipeline_too(shar
             "transformer_engine",
         ),
         ({"strategy": "FSDP2", "note": "torchtune recipe"}, "precision", "bf16_pure"),
+        ({"strategy": "Megatron-FSDP", "note": "GA 2"}, "gradient_accumulation_sync", "true"),
         ({"strategy": "FSDP2", "note": "NeMo Automodel; linear te"}, "compile", "true"),
         ({"strategy": "FSDP2", "figure_or_table": "torchtitan, table 1"}, "gradient_clip_norm", "1.0"),
         ({"note": "torchtitan; torch.compile", "torch_version": "2.9.0.dev20250811"}, "loss", "compiled"),
@@ -429,6 +430,16 @@ def test_a_run_that_ran_is_read_as_one_that_fits_where_its_row_does_not_say() ->
     assert [score.is_verdict_wrong for score in scores] == [False, False, True]
     for score in scores[:2]:
         assert "without which it is predicted not to fit" in score.reading.assumptions[-1]
+
+
+def test_details_of_a_note_that_the_suite_does_not_have_are_left_out_and_told() -> None:
+    chunked = {"note": "chunked cross entropy, fused AdamW; global batch 4"}
+    reading = read_unknown(strategy="FSDP2 + CP", sharding="FSDP 4, CP 2", **chunked)
+    assert reading.reason is None
+    assert not {"loss", "optimizer.implementation"} & set(dict(reading.settings))
+    told = "without loss=chunked, optimizer.implementation=fused, which the suite does not have here"
+    assert told in reading.assumptions
+    assert dict(read_unknown(strategy="FSDP2", **chunked).settings)["loss"] == "chunked"
 
 
 def test_gradients_are_reduced_after_every_micro_batch_where_they_are_too_many_otherwise() -> None:
