@@ -8,7 +8,7 @@ An entry, and each of its rules, may have these keys:
 * ``is_size_checked: false``: the printed number of parameters is of something else. ``spread``: how far runs of one
   configuration are apart, as a share, by their authors' own words: such rows fit no intervals.
 * ``state_bytes``: of rows that are a mesh, bytes of parameters, gradients and what of the optimizer is not divided, and
-  bytes of what is, each per parameter: see `bench.validation.other_software`.
+  bytes of what is, each per parameter: see `bench.validation.other_software`. Null: as torch keeps it.
 * ``balances_stages: true``: the last stage has fewer blocks, for its head over the vocabulary.
 * ``waits_for_sends: true``: stages of a pipeline compute nothing while they send and receive, as DeepSpeed's.
 * ``receives_in_turn: true``: they have one buffer to receive in, as all of those with ``state_bytes`` have.
@@ -115,7 +115,9 @@ def find_source_knowledge(line: PublishedLine) -> SourceKnowledge:
             elif key == "assumed":
                 merged[key] = (*merged[key], value)
             elif key != "where":
-                merged[key] = str(value) if key == "torch_version" else tuple(value) if key == "state_bytes" else value
+                merged[key] = (
+                    str(value) if key == "torch_version" else tuple(value) if isinstance(value, list) else value
+                )
     return SourceKnowledge(**merged)
 
 

@@ -288,6 +288,7 @@ def test_megatron_is_read_as_its_defaults_have_it() -> None:
         ({"strategy": "Megatron-DeepSpeed", "sharding": "TP2 PP2 ZeRO-1", "precision": "fp16"}, (4, 12), "zero1"),
         ({"strategy": "ZeRO-2 + TP", "sharding": "TP2 ZeRO-2", "precision": "fp16"}, (2, 14), "fsdp"),
         ({"strategy": "FSDP + TP + PP", "sharding": "TP2 PP2"}, None, "fsdp"),
+        ({"strategy": "Megatron-FSDP", "sharding": "CP2", "precision": "amp_bf16"}, None, "fsdp"),
         ({"strategy": "TP + PP", "sharding": "TP2 PP2", "note": "global batch 16; torchtitan"}, None, "ddp"),
     ],
 )
