@@ -57,11 +57,7 @@ def read_micro_batches(line: PublishedLine, settings: Mapping[str, str], knowled
         If the micro-batch is not stated, or of a divided model how many there are.
     """
     note = f"{line.get('note') or ''}; {line['sharding']}".lower()
-    if knowledge.micro_batch is not None:
-        size = knowledge.micro_batch
-    else:
-        noted_size = _read_noted_micro_batch(note) if is_blank(line["batch_size_per_gpu"]) else None
-        size = noted_size or read_count(line, "batch_size_per_gpu", "micro-batch")
+    size = _read_size(line, note, knowledge) or read_count(line, "batch_size_per_gpu", "micro-batch")
     copies = int(settings["gpus"]) // count_ranks_per_copy(settings)
     global_batch = _read_global_batch(note, knowledge)
     count = _read_accumulation(note)
@@ -79,7 +75,12 @@ def _read_global_batch(note: str, knowledge: SourceKnowledge) -> int | None:
     return int((match[1] or match[2]).replace(",", "")) if match else None
 
 
-def _read_noted_micro_batch(note: str) -> int | None:
+def _read_size(line: PublishedLine, note: str, knowledge: SourceKnowledge) -> int | None:
+    """Sequences at a time: what is known of the source, else the column, else the note; None where nothing says so."""
+    if knowledge.micro_batch is not None:
+        return knowledge.micro_batch
+    if not is_blank(line["batch_size_per_gpu"]):
+        return read_count(line, "batch_size_per_gpu", "batch per GPU")
     match = re.search(MICRO_BATCH_PATTERN, note)
     return int(match[1]) if match and int(match[1]) else None
 
@@ -100,14 +101,10 @@ def read_batch(
     replicas = int(settings["gpus"]) // degree
     accumulation = _read_accumulation(note)
     global_batch = _read_global_batch(note, knowledge)
-    if knowledge.micro_batch is not None:
-        batch = knowledge.micro_batch
-    elif "batch_size_per_gpu" in settings:
+    if knowledge.micro_batch is None and "batch_size_per_gpu" in settings:
         batch = int(settings["batch_size_per_gpu"])
-    elif not is_blank(line["batch_size_per_gpu"]):
-        batch = read_count(line, "batch_size_per_gpu", "batch per GPU")
-    elif (noted_size := _read_noted_micro_batch(note)) is not None:
-        batch = noted_size
+    elif (size := _read_size(line, note, knowledge)) is not None:
+        batch = size
     elif global_batch is not None and global_batch % (replicas * (accumulation or 1)) == 0:
         batch = global_batch // (replicas * (accumulation or 1))
         assumptions.append(f"a micro-batch of {batch}, which the global batch comes to")

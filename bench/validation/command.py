@@ -80,20 +80,20 @@ def _report_published_table(path: Path, json_path: Path | None, output: Path) ->
     readings = read_lines(read_published_table(path))
     scores, reasons = score_readings(readings)
     if json_path is not None:
-        try:
-            json_path.write_text(
-                json.dumps(build_report_data(readings, scores, reasons), indent=1) + "\n", encoding="utf-8"
-            )
-        except OSError as error:
-            raise UsageError(f"--json={json_path} cannot be written: {error.strerror}.") from None
+        data = build_report_data(readings, scores, reasons)
+        _write_file("json", json_path, json.dumps(data, indent=1) + "\n")
     report = render_report(readings, scores, reasons)
     if output != ACCURACY_PAGE:
-        try:
-            output.write_text(f"# Predictions of {path.name}\n\n{report}", encoding="utf-8")
-        except OSError as error:
-            raise UsageError(f"--output={output} cannot be written: {error.strerror}.") from None
+        _write_file("output", output, f"# Predictions of {path.name}\n\n{report}")
     print(report, end="")
     return 0
+
+
+def _write_file(option: str, path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"--{option}={path} cannot be written: {error.strerror}.") from None
 
 
 def _report_measured_step_times(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:

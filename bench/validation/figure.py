@@ -16,7 +16,8 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from bench.reporting.drawing import style
 from bench.validation.metrics import SPEED
-from bench.validation.scores import Score, pick_configurations
+from bench.validation.score_summaries import pick_configurations
+from bench.validation.scores import Score
 
 ERROR_BAND = 0.15
 POINT_COLOUR = "#0072b2"

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from bench.validation.scores import Score, pick_configurations
+from bench.validation.score_summaries import pick_configurations
+from bench.validation.scores import Score
 from bench.validation.tables import format_table
 
 GROUP_MARGIN = 0.005

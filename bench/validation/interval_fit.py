@@ -50,8 +50,9 @@ from bench.prediction.intervals import (
 )
 from bench.records.published import PublishedLine
 from bench.validation.metrics import BETWEEN_STEPS, SPEED
+from bench.validation.score_summaries import group_by, pick_configurations
 from bench.validation.scores import INTERVAL_METRICS as METRIC_OF_KIND
-from bench.validation.scores import Score, group_by, pick_configurations
+from bench.validation.scores import Score
 
 TARGET_COVERAGE = 0.95
 """Share of all rows of sources, or devices, left out that the margin must come to."""

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from bench.validation.metrics import SPEED
-from bench.validation.scores import Score, group_by, summarize_scores
+from bench.validation.score_summaries import group_by, summarize_scores
+from bench.validation.scores import Score
 from bench.validation.sources import load_sources
 from bench.validation.tables import SUMMARY_HEAD, format_groups, format_table
 

@@ -12,7 +12,8 @@ from statistics import fmean
 
 from bench.validation.metrics import SPEED
 from bench.validation.readings import Reading
-from bench.validation.scores import Score, group_by, pick_configurations, score_readings
+from bench.validation.score_summaries import group_by, pick_configurations
+from bench.validation.scores import Score, score_readings
 
 SHARED_CONSTANTS: dict[str, tuple[str, ...]] = {
     "hardware.speeds.many_gpus_share": ("0.88", "0.895", "0.925", "0.94"),

@@ -12,7 +12,8 @@ from bench.validation.layouts import format_layouts
 from bench.validation.leave_out import LEFT_OUT_KINDS, LeftOut
 from bench.validation.metrics import ACTIVE, ALLOCATED, BETWEEN_STEPS, DEVICE_USED, FIT, RESERVED, SPEED
 from bench.validation.readings import Reading
-from bench.validation.scores import Score, group_by, pick_configurations, summarize_scores
+from bench.validation.score_summaries import group_by, pick_configurations, summarize_scores
+from bench.validation.scores import Score
 from bench.validation.shapes import QualitativeComparison
 from bench.validation.sources import load_sources
 from bench.validation.tables import SUMMARY_HEAD, format_groups, format_summary, format_table

@@ -8,7 +8,8 @@ from typing import Any
 from bench.prediction.prediction import TOO_CLOSE
 from bench.validation.metrics import FIT, KINDS
 from bench.validation.readings import Reading, describe_settings
-from bench.validation.scores import Score, classify_model_size, group_by, pick_configurations, summarize_scores
+from bench.validation.score_summaries import classify_model_size, group_by, pick_configurations, summarize_scores
+from bench.validation.scores import Score
 from bench.validation.tables import SUMMARY_HEAD, format_groups, format_summary, format_table
 
 MAX_ROWS_SHOWN = 20

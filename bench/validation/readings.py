@@ -311,19 +311,19 @@ def _leave_out_refused(settings: dict[str, str], noted: set[str], assumptions: l
     """Without the details of a note with which the suite refuses the run, if that is so and it does not without."""
     details = [key for key in DETAILS if key in noted and key in settings]
     plain = {key: value for key, value in settings.items() if key not in details}
-    if not details or _find_refusal(settings) is None or _find_refusal(plain) is not None:
+    if not details or not _is_refused(settings) or _is_refused(plain):
         return settings
     left_out = ", ".join(f"{key}={settings[key]}" for key in details)
     assumptions.append(f"without {left_out}, which the suite does not have here")
     return plain
 
 
-def _find_refusal(settings: dict[str, str]) -> str | None:
+def _is_refused(settings: dict[str, str]) -> bool:
     try:
-        _build_config(order_settings(settings))
-    except NotExpressibleError as error:
-        return str(error)
-    return None
+        build_published_config(order_settings(settings))
+    except UsageError:
+        return True
+    return False
 
 
 def _find_checkpointing_words(line: PublishedLine) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from bench.validation.scores import Score, group_by, summarize_scores
+from bench.validation.score_summaries import group_by, summarize_scores
+from bench.validation.scores import Score
 
 SUMMARY_HEAD = ("rows", "count", "mean error", "worst", "bias", "within interval")
 

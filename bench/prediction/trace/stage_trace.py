@@ -26,7 +26,7 @@ from bench.prediction.trace.compiled_blocks import compile_blocks
 from bench.prediction.trace.device_operators import use_device_operators
 from bench.prediction.trace.fake_process_group import split_model
 from bench.prediction.trace.fake_tensors import TracingFakeTensorMode
-from bench.prediction.trace.layer_overlap import overlap_exchanges
+from bench.prediction.trace.overlapped_exchanges import overlap_exchanges
 from bench.prediction.trace.ring_attention import trace_ring_attention
 from bench.prediction.trace.step_trace import (
     build_traced_loss,

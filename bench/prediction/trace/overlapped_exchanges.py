@@ -30,23 +30,19 @@ def overlap_exchanges(segments: Sequence[TraceSegment]) -> None:
 def _overlap(event: CollectiveEvent, segment: TraceSegment) -> CollectiveEvent:
     if event.group != TENSOR_GROUP or event.waited_kernel is not None:
         return event
-    share = SHARE_OF_PRODUCTS[segment.phase]
     if event.kind == "all-gather":
-        count = _count_products(segment.kernels[event.kernel :])
-        return dataclasses.replace(event, waited_kernel=event.kernel + _take(share, count))
+        count = _count_beside(segment.kernels[event.kernel :], segment.phase)
+        return dataclasses.replace(event, waited_kernel=event.kernel + count)
     if event.kind == "reduce-scatter":
         before = segment.kernels[: event.kernel]
         num_sums = next((index for index, kernel in enumerate(reversed(before)) if kernel.kind == MATMUL), 0)
         last = len(before) - num_sums
-        count = _count_products(before[:last][::-1])
-        return dataclasses.replace(event, kernel=last - _take(share, count), waited_kernel=event.kernel)
+        count = _count_beside(before[:last][::-1], segment.phase)
+        return dataclasses.replace(event, kernel=last - count, waited_kernel=event.kernel)
     return event
 
 
-def _count_products(kernels: Sequence[KernelRecord]) -> int:
-    """Those that the kernels begin with."""
-    return next((index for index, kernel in enumerate(kernels) if kernel.kind != MATMUL), len(kernels))
-
-
-def _take(share: float, count: int) -> int:
-    return round(share * count)
+def _count_beside(kernels: Sequence[KernelRecord], phase: str) -> int:
+    """How many of the products that the kernels begin with go on beside an exchange."""
+    num_products = next((index for index, kernel in enumerate(kernels) if kernel.kind != MATMUL), len(kernels))
+    return round(SHARE_OF_PRODUCTS[phase] * num_products)

@@ -7,7 +7,7 @@ import pytest
 from bench.core.errors import UsageError
 from bench.prediction.predictor import predict_run
 from bench.prediction.trace.kernels import MATMUL, MEMORY_BOUND, KernelRecord
-from bench.prediction.trace.layer_overlap import overlap_exchanges
+from bench.prediction.trace.overlapped_exchanges import overlap_exchanges
 from bench.prediction.trace.trace import LOSS_PLACE, BlockPlace, CollectiveEvent, TraceSegment
 from bench.strategies.step_plan import EXPERT_GROUP, TENSOR_GROUP
 from tests.conftest import compose_run_config
