@@ -98,6 +98,8 @@ def get_added_strategy_knobs(strategy: Mapping[str, Any]) -> dict[str, object]:
             "first_stage_less_blocks": 0,
             "last_stage_less_blocks": 0,
             "overlap_kernels": "torch",
+            "overlap_experts": False,
+            "token_dispatcher": "all_to_all",
         },
         "pipeline": {"first_stage_less_blocks": 0, "last_stage_less_blocks": 0},
         "lightning": {"mesh_2d": True if strategy.get("backend") == "fsdp" else None},

@@ -119,6 +119,12 @@ class Strategy(ABC):
         """Whether the resolved strategy shards the experts of a layer by themselves."""
         return False
 
+    overlaps_experts = False
+    """Whether tokens go to experts and back beside the computation of another micro-batch."""
+
+    merges_tokens_per_node = False
+    """Whether a token goes to a node once, however many of its experts are there."""
+
     takes_float8 = False
     """Whether it was shown to train a model whose linear layers compute in FP8."""
 

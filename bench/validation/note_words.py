@@ -32,6 +32,17 @@ MICRO_BATCH_TIME_PATTERN = (
     r"(?:iteration|time|step) (?:is|=|of|per) (?:one|a|each)? ?micro-?batch|per micro-?batch time"
 )
 
+FUSED_ATTENTION_PATTERN = r"flash[ -]?att\w*|\bxformers\b|\bsdpa\b|(?:fused|memory[ -]efficient|cudnn) attention"
+EAGER_ATTENTION_PATTERN = (
+    r"(?:eager|unfused|naive|vanilla|math) attention|attn_implementation\W*eager|attention\W{1,3}eager"
+)
+
+DEEPEP_PATTERN = r"\b(?:deep|hybrid)[ _-]?ep\b"
+OVERLAPPED_TOKENS_PATTERN = (
+    r"overlap_moe_expert_parallel_comm|1f1b overlap"
+    r"|\b(?:all-?to-?all|a2a|ep|moe|expert[ -]parallel\w*)(?: comm\w*)? overlap"
+)
+
 OPTIMIZER_PATTERNS = {
     "adamw_8bit": r"(?:8[ -]?bit|int8) (?:paged )?adamw?\b|adamw?[ -]?8[ -]?bit",
     "adafactor": r"\badafactor\b",
@@ -88,7 +99,7 @@ def find_checkpointing(note: str) -> str:
     return "none" if denies(note, CHECKPOINTING_PATTERN) else ""
 
 
-def read_note(note: str, settings: Mapping[str, str], kind: str) -> Overrides:
+def read_note(note: str, settings: Mapping[str, str], kind: str, *, has_fused_attention: bool = True) -> Overrides:
     """What a note adds to what the columns of a row came to.
 
     Parameters
@@ -98,6 +109,8 @@ def read_note(note: str, settings: Mapping[str, str], kind: str) -> Overrides:
         What the columns came to, and what is known of the row's source.
     kind: str
         Of the row's metric (`bench.validation.metrics.KINDS`).
+    has_fused_attention: bool
+        Whether the row's torch brings fused kernels of attention along.
 
     Raises
     ------
@@ -116,6 +129,9 @@ def read_note(note: str, settings: Mapping[str, str], kind: str) -> Overrides:
         if states(note, OTHER_COMPILER_PATTERN):
             overrides.assumptions.append("another compiler's kernels are predicted as those of torch's")
     overrides.add(_read_optimizer(note))
+    overrides.settings |= _read_sent_tokens(note, settings)
+    if "model.attention" not in settings:
+        overrides.add(_read_attention(note, has_fused_attention=has_fused_attention))
     if "loss" not in settings:
         overrides.add(_read_loss(note))
     if "finetune" in settings:
@@ -139,6 +155,24 @@ def _read_optimizer(note: str) -> Overrides:
             overrides.settings["optimizer.implementation"] = implementation
             return overrides
     return overrides
+
+
+def _read_attention(note: str, *, has_fused_attention: bool) -> Overrides:
+    """Where it is not said, torch's kernels, which runs without the package flash_attn have, too, if torch has any."""
+    if states(note, EAGER_ATTENTION_PATTERN):
+        return Overrides({"model.attention": "eager"})
+    if has_fused_attention or states(note, FUSED_ATTENTION_PATTERN):
+        return Overrides()
+    return Overrides({"model.attention": "eager"}, ["fused kernels of attention are not in torch before 2.0"])
+
+
+def _read_sent_tokens(note: str, settings: Mapping[str, str]) -> dict[str, str]:
+    """How tokens go to the experts of other ranks."""
+    if int(settings.get("strategy.expert", 1)) == 1:
+        return {}
+    sent = {"strategy.token_dispatcher": "deepep"} if states(note, DEEPEP_PATTERN) else {}
+    is_overlapped = states(note, OVERLAPPED_TOKENS_PATTERN) and int(settings.get("strategy.pipeline", 1)) > 1
+    return sent | ({"strategy.overlap_experts": "true"} if is_overlapped else {})
 
 
 def _read_loss(note: str) -> Overrides:

@@ -35,6 +35,7 @@ from bench.validation.sources import (
     SourceKnowledge,
     find_source_knowledge,
     find_torch_version,
+    has_fused_attention,
     load_sources,
     recomputes_whole_blocks,
     records_nccl_stream,
@@ -268,7 +269,12 @@ def _read_words(line: PublishedLine, knowledge: SourceKnowledge, kind: str) -> t
         words.add(_read_knobs(line, gpus, known["strategy"]))
     if "activation_checkpointing" not in known:
         words.add(read_checkpointing(_find_checkpointing_words(line)))
-    noted = read_note(note, {**words.settings, **known}, kind)
+    noted = read_note(
+        note,
+        {**words.settings, **known},
+        kind,
+        has_fused_attention=has_fused_attention(find_torch_version(line)),
+    )
     words.add(noted)
     settings = {"gpus": str(gpus), "gpus_per_node": _find_gpus_per_node(line, gpus), **words.settings, **known}
     if "sequence_length" not in settings:

@@ -54,6 +54,9 @@ WHOLE_RECOMPUTATION_BEFORE = (2, 1)
 """Version of torch from which on checkpointing stops when it has what backward needs
 (https://github.com/pytorch/pytorch/pull/90105, in 2.1)."""
 
+FUSED_ATTENTION_SINCE = (2, 0)
+"""Version of torch that brought `scaled_dot_product_attention` (https://github.com/pytorch/pytorch/releases/tag/v2.0.0)."""
+
 NCCL_STREAM_RECORDED_BEFORE = (2, 2)
 """Version of torch from which on NCCL's stream is not recorded on what a collective that is waited for at once used
 (https://github.com/pytorch/pytorch/pull/111431, merged in October 2023)."""
@@ -148,6 +151,11 @@ def find_torch_version(line: PublishedLine) -> str:
 def recomputes_whole_blocks(torch_version: str) -> bool:
     """Whether checkpointing of this version computes a whole block again; where unknown, it is taken to stop early."""
     return _is_before(torch_version, WHOLE_RECOMPUTATION_BEFORE)
+
+
+def has_fused_attention(torch_version: str) -> bool:
+    """Whether torch has kernels of attention in this version; where unknown, it does."""
+    return not _is_before(torch_version, FUSED_ATTENTION_SINCE)
 
 
 def records_nccl_stream(torch_version: str) -> bool:

@@ -7,6 +7,7 @@ import pytest
 from bench.validation.metrics import ALLOCATED, SPEED
 from bench.validation.note_words import denies, find_checkpointing, has_micro_batch_times, read_note, states
 from bench.validation.overrides import NotExpressibleError
+from bench.validation.sources import has_fused_attention
 
 LORA = {"model": "llama3_8b", "finetune": "lora"}
 FULL = {"model": "llama3_8b"}
@@ -123,3 +124,52 @@ def test_a_clause_that_denies_says_nothing_of_the_next() -> None:
     assert not denies("no compile; later compiled", r"compil")
     assert denies("no compile", r"compil")
     assert not denies("", r"compil")
+
+
+@pytest.mark.parametrize(
+    ("note", "expected"),
+    [
+        ("eager attention", {"model.attention": "eager"}),
+        ("attn_implementation: eager; GBS 8", {"model.attention": "eager"}),
+        ("no eager attention", {}),
+        ("FlashAttention off", {}),  # torch's own kernels, then
+        ("FlashAttention 2", {}),
+    ],
+)
+def test_attention_is_eager_where_that_is_said(note: str, expected: dict[str, str]) -> None:
+    assert read(note) == expected
+
+
+def test_torch_had_no_fused_attention_before_2_0() -> None:
+    assert not has_fused_attention("1.13.1")
+    assert has_fused_attention("2.0")
+    assert has_fused_attention("unknown, before 2.1")
+    assert has_fused_attention("unknown")
+    overrides = read_note("GBS 8", FULL, SPEED, has_fused_attention=False)
+    assert overrides.settings == {"model.attention": "eager"}
+    assert overrides.assumptions == ["fused kernels of attention are not in torch before 2.0"]
+    assert not read_note("xformers", FULL, SPEED, has_fused_attention=False).settings
+    assert not read_note("GBS 8", {**FULL, "model.attention": "sdpa"}, SPEED, has_fused_attention=False).settings
+
+
+EXPERTS = {**FULL, "strategy": "mesh", "strategy.expert": "8", "strategy.pipeline": "2"}
+MERGED, OVERLAPPED = {"strategy.token_dispatcher": "deepep"}, {"strategy.overlap_experts": "true"}
+
+
+@pytest.mark.parametrize(
+    ("note", "settings", "expected"),
+    [
+        ("TE + DeepEP", EXPERTS, MERGED),
+        ("HybridEP dispatcher, all-to-all overlap", EXPERTS, MERGED | OVERLAPPED),
+        ("overlap_moe_expert_parallel_comm=True", EXPERTS, OVERLAPPED),
+        ("no DeepEP; expert parallel comm overlap not stated", EXPERTS, {}),
+        ("overlap_moe_expert_parallel_comm=false", EXPERTS, {}),
+        ("EP overlap", {**EXPERTS, "strategy.pipeline": "1"}, {}),  # there is no other micro-batch beside it
+        ("TE + DeepEP", FULL, {}),
+        ("overlap of gradient reduce and parameter gather", EXPERTS, {}),
+    ],
+)
+def test_how_tokens_are_sent_is_read_where_they_are(
+    note: str, settings: dict[str, str], expected: dict[str, str]
+) -> None:
+    assert read(note, settings) == expected

@@ -41,6 +41,9 @@ class CollectiveGroup:
     """Of this group: 8 where it fills nodes of 8 GPUs, 1 where it has one rank on each node."""
     concurrent_groups: int = 1
     """Groups that use the same node's adapters at the same time: 8 where each GPU of a node is in another group."""
+    merged_share: float | None = None
+    """Of what an all-to-all has for other nodes, the share that crosses, where the same goes to a node once and is
+    passed on within it; None where each part goes straight to its rank."""
 
     @property
     def nodes(self) -> int:
@@ -150,13 +153,17 @@ def _compute_all_to_all_seconds(size_bytes: float, group: CollectiveGroup, links
     """Every rank sends a part to each other one, all at once, and receives as much: ``size * (n - 1) / n`` bytes.
 
     Parts for ranks of the same node go over the link to them, those for other nodes over the node's adapters, which all
-    its ranks of this group, and of concurrent ones, share. The slower of the two decides. Latency is assumed to be that
-    of one step, and of one more for every doubling of the nodes; gloo takes a step for each other rank. Bandwidths are
-    those of the rings; no all-to-all was measured.
+    its ranks of this group, and of concurrent ones, share. The slower of the two decides. Where the same goes to a node
+    once (`CollectiveGroup.merged_share`), all parts that come from other nodes go over the links within one, too.
+    Latency is assumed to be that of one step, and of one more for every doubling of the nodes; gloo takes a step for
+    each other rank. Bandwidths are those of the rings; no all-to-all was measured.
     """
     num_ranks, ranks_per_node = group.num_ranks, min(group.num_ranks, group.ranks_per_node)
     inside_bytes = size_bytes * (ranks_per_node - 1) / num_ranks
     crossing_bytes = size_bytes * (num_ranks - ranks_per_node) / num_ranks
+    if group.merged_share is not None:
+        inside_bytes = size_bytes * (ranks_per_node - 1) / ranks_per_node
+        crossing_bytes *= group.merged_share
     inside_s = inside_bytes * _compute_node_seconds_per_byte(group, links)
     crossing_s = 0.0
     if group.nodes > 1:

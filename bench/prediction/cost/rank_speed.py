@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,7 +28,15 @@ from bench.prediction.trace.kernels import MATMUL, OPERAND_FORMATS, FloatArray, 
 from bench.prediction.trace.op_recorder import SEND
 from bench.prediction.trace.trace import TO_DEVICE, TO_HOST
 from bench.prediction.trace.trace_cache import HashableHardware
-from bench.strategies.step_plan import REPLICA_GROUP, SHARD_GROUP, TENSOR_GROUP, WORLD_GROUP, RankPlan, StepPlan
+from bench.strategies.step_plan import (
+    EXPERT_GROUP,
+    REPLICA_GROUP,
+    SHARD_GROUP,
+    TENSOR_GROUP,
+    WORLD_GROUP,
+    RankPlan,
+    StepPlan,
+)
 
 TIME_INTERVAL_SHARE = 0.10
 """Interval of a step's time on a calibrated CPU, as a share of it. That of GPUs comes from residuals of published rows
@@ -164,7 +173,21 @@ def list_layer_groups(config: RunConfig) -> LayerGroups:
         return ((TENSOR_GROUP, build_collective_group(config, WORLD_GROUP)),)
     split = config.strategy.build_tensor_parallel_split()
     names = () if split is None else split.group_names
-    return tuple((name, build_collective_group(config, name)) for name in names)
+    groups = {name: build_collective_group(config, name) for name in names}
+    if config.strategy.merges_tokens_per_node and EXPERT_GROUP in groups:
+        share = _compute_merged_share(config.model, groups[EXPERT_GROUP].nodes)
+        groups[EXPERT_GROUP] = dataclasses.replace(groups[EXPERT_GROUP], merged_share=share)
+    return tuple(groups.items())
+
+
+def _compute_merged_share(family: Any, num_nodes: int) -> float | None:
+    """Nodes that a token goes to, by the number of its experts on other nodes, all experts being chosen as often; None
+    within a node."""
+    if num_nodes == 1:
+        return None
+    experts, chosen = family.num_experts, family.experts_per_token
+    no_expert_share = math.comb(experts - experts // num_nodes, chosen) / math.comb(experts, chosen)
+    return num_nodes * (1 - no_expert_share) / chosen
 
 
 LayerGroups = tuple[tuple[str, CollectiveGroup], ...]

@@ -27,6 +27,10 @@ class StageSeconds:
     """Of `backward`, gradients of weights: what comes later where a schedule splits backward."""
     additions: float = 0.0
     """Of `weights`, adding them to those of earlier micro-batches, which the first backward has not."""
+    forward_tokens: float = 0.0
+    """Of `forward`, sending tokens to experts and back."""
+    backward_tokens: float = 0.0
+    """The same of `backward`, where it is split of its first part."""
 
     def find_first(self, kind: str) -> float:
         """Seconds of an action of some kind, of the micro-batch that every stage runs backward first."""
@@ -40,6 +44,10 @@ class StageSeconds:
             INPUT_BACKWARD: self.backward - self.weights,
             WEIGHT_BACKWARD: self.weights,
         }[kind]
+
+    def find_tokens(self, kind: str) -> float:
+        """Of those seconds, sending tokens to experts and back."""
+        return {FORWARD: self.forward_tokens, WEIGHT_BACKWARD: 0.0}.get(kind, self.backward_tokens)
 
 
 @dataclass(frozen=True)
@@ -64,8 +72,42 @@ class RankTimeline:
 ReadyTimes = list[list[float | None]]
 
 
+def list_hidden_seconds(
+    actions: Sequence[PipelineAction], stage_seconds: Sequence[StageSeconds], overlap_loss: float
+) -> list[float]:
+    """What every action of a rank takes less where tokens go to experts beside another micro-batch's computation.
+
+    A forward pass and the backward pass behind it are carried out together, layer by layer: tokens of one are sent
+    while the other computes (Megatron's ``combined_1f1b.py``, and DualPipe's pairs of chunks, arXiv:2412.19437, figure
+    4). Of the last stage both are of the same micro-batch here; such a rank is one forward pass ahead instead, which
+    changes nothing of what a pair takes.
+
+    Parameters
+    ----------
+    overlap_loss: float
+        Share of its speed that computation loses meanwhile.
+    """
+    hidden_seconds = [0.0] * len(actions)
+    index = 0
+    while index < len(actions) - 1:
+        forward, backward = actions[index], actions[index + 1]
+        index += 1
+        if forward.kind != FORWARD or backward.kind not in (BACKWARD, INPUT_BACKWARD):
+            continue
+        for number, action, other in ((index - 1, forward, backward), (index, backward, forward)):
+            other_seconds = stage_seconds[other.stage]
+            computed_s = other_seconds.find(other.kind) - other_seconds.find_tokens(other.kind)
+            sent_s = stage_seconds[action.stage].find_tokens(action.kind)
+            hidden_seconds[number] = min(sent_s, computed_s) * (1 - overlap_loss)
+        index += 1
+    return hidden_seconds
+
+
 def simulate_timetable(
-    timetable: Timetable, stage_seconds: Sequence[StageSeconds], send_s: Sequence[float]
+    timetable: Timetable,
+    stage_seconds: Sequence[StageSeconds],
+    send_s: Sequence[float],
+    hidden_seconds: Sequence[Sequence[float]] | None = None,
 ) -> list[RankTimeline]:
     """Each rank's actions as early as its own order and what it receives allow.
 
@@ -75,6 +117,8 @@ def simulate_timetable(
         Per stage.
     send_s: sequence of float
         Per stage but the last: seconds until what it sends is at the next one; gradients take as long back.
+    hidden_seconds: sequence of sequences of float, optional
+        Per rank and action, what it takes less; nothing where they are not given.
     """
     steps = _list_steps(timetable, stage_seconds, send_s)
     first_micro_batch = find_first_backward(timetable)
@@ -87,6 +131,7 @@ def simulate_timetable(
         has_moved = False
         for rank in waiting_ranks:
             starts, ends = timelines[rank].starts_s, timelines[rank].ends_s
+            hidden = None if hidden_seconds is None else hidden_seconds[rank]
             end, remaining, action = ends[-1] if ends else 0.0, remaining_actions[rank], next_actions[rank]
             while action is not None:
                 kind, stage, micro_batch = action
@@ -97,6 +142,8 @@ def simulate_timetable(
                 if end > start:
                     start = end
                 end = start + (first_seconds if micro_batch == first_micro_batch else seconds)
+                if hidden is not None:
+                    end -= hidden[len(ends)]
                 starts.append(start)
                 ends.append(end)
                 if times_elsewhere is not None:

@@ -16,7 +16,13 @@ from bench.prediction.cost.collectives import (
     compute_collective_seconds,
     compute_send_seconds,
 )
-from bench.prediction.pipeline.rank_timelines import RankTimeline, StageSeconds, compute_idle_share, simulate_timetable
+from bench.prediction.pipeline.rank_timelines import (
+    RankTimeline,
+    StageSeconds,
+    compute_idle_share,
+    list_hidden_seconds,
+    simulate_timetable,
+)
 from bench.prediction.pipeline.stages import SimulatedPipelineStage, list_run_shared_parameters
 from bench.prediction.prediction import PredictedRange, TimelineSpan, TimePrediction
 from bench.prediction.simulation.simulated_rank import RankSpeed, SimulatedRank
@@ -37,6 +43,8 @@ class StagePassSeconds:
     """Of its kernels."""
     exchanged: float
     """In which it waits for ranks that share its layers."""
+    tokens: float
+    """Of `exchanged`, sending tokens to experts and back."""
     elapsed: float
     """In all."""
 
@@ -76,6 +84,8 @@ def predict_pipeline_time(
                 backward_s + added_s,
                 min(stage.weight_s, backward_s) + added_s,
                 additions=added_s if first_has_none else 0.0,
+                forward_tokens=passes[FORWARD].tokens,
+                backward_tokens=passes[BACKWARD].tokens,
             )
         )
         mean_added_s = added_s * (1 - 1 / timetable.micro_batches) if first_has_none else added_s
@@ -84,8 +94,12 @@ def predict_pipeline_time(
         _compute_send_seconds(config, timetable, stage_index, stage.sent_bytes)
         for stage_index, stage in enumerate(stages[:-1])
     ]
-    timelines = simulate_timetable(timetable, stage_seconds, send_s)
-    timelines_without_sending = simulate_timetable(timetable, stage_seconds, [0.0] * len(send_s))
+    hidden_seconds = None
+    if config.strategy.overlaps_experts:
+        all_actions = [timetable.list_actions(rank) for rank in range(timetable.ranks)]
+        hidden_seconds = [list_hidden_seconds(actions, stage_seconds, speed.overlap_loss) for actions in all_actions]
+    timelines = simulate_timetable(timetable, stage_seconds, send_s, hidden_seconds)
+    timelines_without_sending = simulate_timetable(timetable, stage_seconds, [0.0] * len(send_s), hidden_seconds)
     updates = [
         rank_speed.add_clipping(config, plan, rank_speed.predict_device_update(config, plan.updated_tensors))
         for plan in plans
@@ -134,7 +148,7 @@ def predict_pipeline_time(
     sync_s = max(0.0, waited_s) + _compute_mean(seconds for seconds, _ in sync_seconds) + tied_s + norm_s + broadcast_s
     optimizer_s = _compute_mean(update.seconds for update in updates)
     update_seconds = [_compute_update_seconds(update, speed) for update in updates]
-    exposed_s = sync_s + exchanged_s
+    exposed_s = sync_s + exchanged_s - _compute_mean(map(sum, hidden_seconds or [[0.0]]))
     idle_s = step_s - busy_s - sync_s - _compute_mean(update_seconds)
     seconds_by_limit = {
         "compute": computed_s,
@@ -187,7 +201,10 @@ def _simulate_stage_pass(
                 simulated_rank.simulate_chunk(chunk, phase)
         simulated_rank.synchronize()
         spent = simulated_rank.spent_seconds
-        pass_cache[cache_key] = StagePassSeconds(spent["compute"], spent["exposed"], simulated_rank.processor_time)
+        token_s = sum(chunk.token_s for segment in segments for chunk in segment.chunks)
+        pass_cache[cache_key] = StagePassSeconds(
+            spent["compute"], spent["exposed"], token_s, simulated_rank.processor_time
+        )
     return pass_cache[cache_key]
 
 

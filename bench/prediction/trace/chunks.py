@@ -20,6 +20,7 @@ from bench.prediction.trace.trace import (
     GradientEvent,
     LayerPassEvent,
 )
+from bench.strategies.step_plan import EXPERT_GROUP
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,8 @@ class Chunk:
     """What begins or ends at the end."""
     transfer_s: float = 0.0
     """Of `communication_s`, copies between device and host."""
+    token_s: float = 0.0
+    """Of `communication_s`, sending tokens to experts and back."""
     pieces: tuple[MemoryPiece, ...] = field(default=(), compare=False)
     """The changes of memory that it sums up."""
     kept_sizes: tuple[float, ...] = ()
@@ -165,8 +168,8 @@ def build_chunks(
         peak_index = int(np.argmax(levels)) if end > start else 0
         is_last = chunk_index == len(segment.chunk_ends) - 1
         collective_seconds = [
-            (kind, seconds)
-            for kind, kernels_before, seconds in exposed_seconds
+            (kind, group, seconds)
+            for kind, group, kernels_before, seconds in exposed_seconds
             if kernel_start <= kernels_before < kernel_end or (is_last and kernels_before == kernel_end)
         ]
         chunks.append(
@@ -179,8 +182,9 @@ def build_chunks(
                 num_kernels=kernel_end - kernel_start,
                 completed_gradient=event.parameter if isinstance(event, GradientEvent) else None,
                 layer_pass=event if isinstance(event, LayerPassEvent) else None,
-                communication_s=sum(seconds for _, seconds in collective_seconds),
-                transfer_s=sum(seconds for kind, seconds in collective_seconds if kind in (TO_HOST, TO_DEVICE)),
+                communication_s=sum(seconds for _, _, seconds in collective_seconds),
+                transfer_s=sum(seconds for kind, _, seconds in collective_seconds if kind in (TO_HOST, TO_DEVICE)),
+                token_s=sum(seconds for _, group, seconds in collective_seconds if group == EXPERT_GROUP),
                 pieces=(MemoryPiece(segment, start, end, batch_weight),),
             )
         )
@@ -193,8 +197,8 @@ def _list_exposed_seconds(
     batch_weight: float,
     kernel_seconds: FloatArray | None,
     time_collective: Callable[[str, float, str], float],
-) -> list[tuple[str, int, float]]:
-    """Of each collective: its kind, the kernels before it is waited for, and the seconds for which it is.
+) -> list[tuple[str, str, int, float]]:
+    """Of each collective: its kind, its group, the kernels before it is waited for, and the seconds for which it is.
 
     Those that go on beside kernels follow each other.
     """
@@ -208,7 +212,7 @@ def _list_exposed_seconds(
             busy_until = max(busy_until, float(ends[before]) + waited_s) + seconds
             seconds = max(0.0, busy_until - float(ends[waited]) - waited_s)
             waited_s += seconds
-        exposed_seconds.append((collective.kind, waited, seconds))
+        exposed_seconds.append((collective.kind, collective.group, waited, seconds))
     return exposed_seconds
 
 
@@ -244,6 +248,7 @@ def merge_chunks(chunks: Sequence[Chunk], gradient_sizes: Sequence[float]) -> Ch
         gradient_bytes_at_peak=gradient_bytes_at_peak,
         communication_s=sum(chunk.communication_s for chunk in chunks),
         transfer_s=sum(chunk.transfer_s for chunk in chunks),
+        token_s=sum(chunk.token_s for chunk in chunks),
         pieces=tuple(piece for chunk in chunks for piece in chunk.pieces),
         kept_sizes=tuple(gradient_sizes),
     )

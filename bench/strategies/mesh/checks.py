@@ -11,8 +11,8 @@ from bench.models import Family
 from bench.strategies.base import StepSettings
 from bench.strategies.mesh.context import ALL_TO_ALL
 from bench.strategies.mesh.layout import CONTEXT, EXPERT, PIPELINE, SHARDS, TENSOR
-from bench.strategies.mesh.split import TORCH
-from bench.strategies.pipeline.schedule import SPLIT_BACKWARD_SCHEDULES
+from bench.strategies.mesh.split import ALL_TO_ALL_DISPATCHER, TORCH
+from bench.strategies.pipeline.schedule import ALTERNATING_SCHEDULES, SPLIT_BACKWARD_SCHEDULES
 from bench.strategies.pipeline.schedule_checks import check_schedule, check_stage_blocks
 from bench.strategies.requirements import list_divisors, require_stored_reduce_dtype
 
@@ -71,13 +71,42 @@ def check_knobs(strategy: MeshStrategy) -> None:
             ImpossibleError,
         )
 
+    _check_token_knobs(strategy)
+
+
+def _check_token_knobs(strategy: MeshStrategy) -> None:
+    layout = strategy.layout
+    sends_tokens = layout.get_degree(*layout.expert_dims) > 1
+    for name, is_asked, default in (
+        ("overlap_experts", strategy.overlap_experts, "false"),
+        ("token_dispatcher", strategy.merges_tokens_per_node, ALL_TO_ALL_DISPATCHER),
+    ):
+        if is_asked and not sends_tokens:
+            valid = f"{default}, or strategy.expert of 2 or more, whose ranks tokens are sent to"
+            raise invalid_value_error(f"strategy.{name}", getattr(strategy, name), valid, ImpossibleError)
+    if strategy.overlap_experts and strategy.schedule not in ALTERNATING_SCHEDULES:
+        raise ImpossibleError(
+            f"strategy.overlap_experts=true is not valid with strategy.schedule={strategy.schedule}, in which no "
+            "forward pass is followed by a backward pass: choose false, or one of "
+            f"{', '.join(ALTERNATING_SCHEDULES)} with strategy.pipeline or strategy.micro_batches of 2 or more."
+        )
+
 
 def check_mode(strategy: MeshStrategy, mode: str) -> None:
-    """Raise `ImpossibleError` for what is predicted only: micro-batches without a pipeline, and Megatron's kernels."""
+    """Raise `ImpossibleError` for what is predicted only: micro-batches without a pipeline, and what is Megatron's."""
+    megatron_reason = f"is not valid with mode={mode}, since no run has Megatron's"
+    if mode != "predict" and strategy.overlap_experts:
+        raise ImpossibleError(
+            f"strategy.overlap_experts=true {megatron_reason} schedule: choose false, or mode=predict."
+        )
+    if mode != "predict" and strategy.token_dispatcher != ALL_TO_ALL_DISPATCHER:
+        raise ImpossibleError(
+            f"strategy.token_dispatcher={strategy.token_dispatcher} {megatron_reason} dispatchers: choose "
+            f"{ALL_TO_ALL_DISPATCHER}, or mode=predict."
+        )
     if mode != "predict" and strategy.overlap_kernels == TRANSFORMER_ENGINE:
         raise ImpossibleError(
-            f"strategy.overlap_kernels={TRANSFORMER_ENGINE} is not valid with mode={mode}, since no run has Megatron's "
-            f"kernels: choose {TORCH}, or mode=predict."
+            f"strategy.overlap_kernels={TRANSFORMER_ENGINE} {megatron_reason} kernels: choose {TORCH}, or mode=predict."
         )
     if mode != "predict" and strategy.micro_batches is not None and strategy.layout.get_degree(PIPELINE) == 1:
         raise ImpossibleError(

@@ -58,7 +58,15 @@ from bench.strategies.mesh.plans import (
     plan_mesh_stages,
     plan_mesh_step,
 )
-from bench.strategies.mesh.split import OVERLAP_KERNELS, TORCH, MeshSplit, build_mesh_loss, overlap_products
+from bench.strategies.mesh.split import (
+    DEEPEP,
+    OVERLAP_KERNELS,
+    TOKEN_DISPATCHERS,
+    TORCH,
+    MeshSplit,
+    build_mesh_loss,
+    overlap_products,
+)
 from bench.strategies.pipeline.model import TORCH_STAGES_MODULE, PipelinedModel
 from bench.strategies.pipeline.schedule import ALL_SCHEDULES, DUAL_PIPE_V, Timetable
 from bench.strategies.pipeline.schedule_checks import choose_virtual_stages
@@ -146,6 +154,14 @@ class MeshStrategy(Strategy):
     overlap_kernels: Annotated[str, OneOf(*OVERLAP_KERNELS)]
     """What overlaps them: torch (with compile=true its compiler, by symmetric memory), or transformer_engine
     (Megatron's, which is predicted only)."""
+    overlap_experts: bool
+    """Where tokens are sent to experts, in a schedule whose passes alternate: those of a forward pass go beside the
+    computation of the backward pass behind it, and the other way round, as Megatron's overlap_moe_expert_parallel_comm
+    does. Predicted only."""
+    token_dispatcher: Annotated[str, OneOf(*TOKEN_DISPATCHERS)]
+    """How tokens go to experts: all_to_all (NCCL's, each copy of a token straight to its expert's rank), or deepep (as
+    DeepEP and HybridEP do: once to every node that has one of its experts, and on within it), which is predicted
+    only."""
     ranks_per_batch: Annotated[int | None, DEGREE_RANGE]
     """Ranks that read `batch_size_per_gpu` sequences together, a divisor of tensor x pipeline x context, whose ranks
     share theirs: 8 is an eighth of a sequence per GPU at batch 1. null: 1."""
@@ -195,6 +211,14 @@ class MeshStrategy(Strategy):
         """Of the resolved strategy."""
         degrees = tuple((name, getattr(self, name)) for name in parse_order(self.order))
         return MeshLayout(degrees, self.expert_tensor_parallel)
+
+    @property
+    def overlaps_experts(self) -> bool:  # type: ignore[override]
+        return self.overlap_experts
+
+    @property
+    def merges_tokens_per_node(self) -> bool:  # type: ignore[override]
+        return self.token_dispatcher == DEEPEP
 
     @property
     def num_ranks_per_batch(self) -> int:

@@ -31,6 +31,9 @@ ALL_SCHEDULES = (*SCHEDULES, LOOPED_BFS, ZERO_BUBBLE, ZERO_BUBBLE_V, DUAL_PIPE_V
 SINGLE_STAGE_SCHEDULES = (GPIPE, ONE_F_ONE_B)
 """One stage per rank."""
 
+ALTERNATING_SCHEDULES = (ONE_F_ONE_B, INTERLEAVED, DUAL_PIPE_V)
+"""In the middle of a step every forward pass is followed by a whole backward pass."""
+
 V_SCHEDULES = (ZERO_BUBBLE_V, DUAL_PIPE_V)
 """Two stages per rank, the second ones in reverse order: the first rank has the first and the last stage."""
 
