@@ -71,6 +71,12 @@ def test_overlapped_tokens_are_sent_as_long_and_waited_for_less() -> None:
     assert plain.exposed_communication_s - overlapped.exposed_communication_s == pytest.approx(saved_s, rel=0.1)
 
 
+def test_rows_say_how_tokens_are_sent() -> None:
+    config = compose_run_config(*RUN, OVERLAPPED, DEEPEP)
+    plain = compose_run_config(*RUN).strategy.describe_effective_strategy(32)
+    assert config.strategy.describe_effective_strategy(32) == f"{plain}+overlapped_experts+deepep"
+
+
 def test_a_token_goes_to_a_node_once() -> None:
     groups = dict(list_layer_groups(compose_run_config(*RUN, DEEPEP)))
     # Two of eight experts, four of which are on each of two nodes: both on the same one for 3 of 7 tokens.

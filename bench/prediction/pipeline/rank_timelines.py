@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -88,18 +89,15 @@ def list_hidden_seconds(
         Share of its speed that computation loses meanwhile.
     """
     hidden_seconds = [0.0] * len(actions)
-    index = 0
-    while index < len(actions) - 1:
-        forward, backward = actions[index], actions[index + 1]
-        index += 1
+    for index, (forward, backward) in enumerate(itertools.pairwise(actions)):
         if forward.kind != FORWARD or backward.kind not in (BACKWARD, INPUT_BACKWARD):
             continue
-        for number, action, other in ((index - 1, forward, backward), (index, backward, forward)):
-            other_seconds = stage_seconds[other.stage]
-            computed_s = other_seconds.find(other.kind) - other_seconds.find_tokens(other.kind)
+        for number, action, other in ((index, forward, backward), (index + 1, backward, forward)):
             sent_s = stage_seconds[action.stage].find_tokens(action.kind)
+            computed_s = stage_seconds[other.stage].find(other.kind) - stage_seconds[other.stage].find_tokens(
+                other.kind
+            )
             hidden_seconds[number] = min(sent_s, computed_s) * (1 - overlap_loss)
-        index += 1
     return hidden_seconds
 
 

@@ -96,8 +96,10 @@ def predict_pipeline_time(
     ]
     hidden_seconds = None
     if config.strategy.overlaps_experts:
-        all_actions = [timetable.list_actions(rank) for rank in range(timetable.ranks)]
-        hidden_seconds = [list_hidden_seconds(actions, stage_seconds, speed.overlap_loss) for actions in all_actions]
+        hidden_seconds = [
+            list_hidden_seconds(timetable.list_actions(rank), stage_seconds, speed.overlap_loss)
+            for rank in range(timetable.ranks)
+        ]
     timelines = simulate_timetable(timetable, stage_seconds, send_s, hidden_seconds)
     timelines_without_sending = simulate_timetable(timetable, stage_seconds, [0.0] * len(send_s), hidden_seconds)
     updates = [

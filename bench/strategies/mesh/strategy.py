@@ -364,6 +364,8 @@ class MeshStrategy(Strategy):
             *([self.context_form] if self.context_form != "none" else []),
             *(["sequence"] if self.sequence_parallel else []),
             *([] if self.expert_tensor_parallel else ["whole_experts"]),
+            *(["overlapped_experts"] if self.overlap_experts else []),
+            *([self.token_dispatcher] if self.merges_tokens_per_node else []),
         ]
         return f"{self.name}/{'+'.join(['-'.join(dims) or 'one', *suffixes])}"
 
