@@ -17,6 +17,7 @@ from bench.models.materialize import count_buffer_bytes
 from bench.prediction import cache
 from bench.prediction.cache import build_cache_key
 from bench.prediction.cost import rank_speed
+from bench.prediction.cost.rank_groups import LayerGroups, list_layer_groups
 from bench.prediction.intervals import add_intervals
 from bench.prediction.pipeline import predictor, stages
 from bench.prediction.prediction import (
@@ -300,7 +301,7 @@ def simulate_planned_rank(
     key = build_trace_key(config)
     simulated_rank.allocate("micro-batches", compute_inputs_bytes(config, scaled_trace), "activations")
     simulated_rank.allocate("model's buffers", count_buffer_bytes(config.trained_model, config.gpus), PARAMETER_MEMORY)
-    layer_groups = rank_speed.list_layer_groups(config)
+    layer_groups = list_layer_groups(config)
     hardware = rank_speed.build_hashable_hardware(config)
     segments = build_segments(key, config.sequences_per_device, hardware, layer_groups, _find_transfer_speed(config))
     if loss is not None:
@@ -325,7 +326,7 @@ def _simulate_other_device(config: RunConfig) -> SimulatedRank:
         key,
         config.sequences_per_device,
         rank_speed.build_hashable_hardware(config),
-        rank_speed.list_layer_groups(config),
+        list_layer_groups(config),
     )
     _simulate_planned_step(config, simulated_rank, plan, build_other_device_segments(segments))
     return simulated_rank
@@ -373,7 +374,7 @@ def build_segments(
     key: TraceKey,
     batch_size: int,
     hashable_hardware: HashableHardware,
-    layer_groups: rank_speed.LayerGroups,
+    layer_groups: LayerGroups,
     transfer_s_per_byte: float = 0.0,
 ) -> tuple[SegmentAtBatch, ...]:
     """The scaled trace's segments at a batch size, with the time of everything on some hardware.

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from bench.config.run_config import RunConfig
 from bench.prediction.cost import rank_speed
+from bench.prediction.cost.rank_groups import list_layer_groups
 from bench.prediction.predictor import build_segments
 from bench.prediction.run_inputs import build_trace_key
 from bench.prediction.simulation.parameter_layout import build_parameter_layout
@@ -27,9 +28,7 @@ class SegmentCosts:
 def list_segment_costs(config: RunConfig, batch_size: int) -> list[SegmentCosts]:
     """Of every pass of a run's micro-batches with so many sequences, at the model's true depth."""
     key = build_trace_key(config)
-    segments = build_segments(
-        key, batch_size, rank_speed.build_hashable_hardware(config), rank_speed.list_layer_groups(config)
-    )
+    segments = build_segments(key, batch_size, rank_speed.build_hashable_hardware(config), list_layer_groups(config))
     costs = {
         id(segment): SegmentCosts(
             sum(chunk.seconds for chunk in segment.chunks),

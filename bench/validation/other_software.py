@@ -16,7 +16,7 @@ import math
 
 from bench.config.run_config import RunConfig
 from bench.prediction.cost.collectives import ALL_GATHER, compute_collective_seconds, compute_send_seconds
-from bench.prediction.cost.rank_speed import build_collective_group
+from bench.prediction.cost.rank_groups import build_collective_group
 from bench.prediction.intervals import ALLOCATED, classify_hardware, find_factors, is_layout
 from bench.prediction.other_software_memory import predict_beside_state, predict_peak
 from bench.prediction.pipeline.time import count_concurrent_pipelines

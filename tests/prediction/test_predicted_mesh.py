@@ -11,7 +11,7 @@ import pytest
 from bench.config.run_config import RunConfig
 from bench.core.errors import ImpossibleError
 from bench.prediction.cost.collectives import CollectiveGroup
-from bench.prediction.cost.rank_speed import build_collective_group
+from bench.prediction.cost.rank_groups import build_collective_group
 from bench.prediction.pipeline.rank_timelines import StageSeconds, compute_idle_share, simulate_timetable
 from bench.prediction.pipeline.stages import build_pipeline_stages, count_sequences, list_stage_traces
 from bench.prediction.predicted_row import build_predicted_row

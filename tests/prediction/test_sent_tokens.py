@@ -8,7 +8,7 @@ import pytest
 
 from bench.core.errors import UsageError
 from bench.prediction.cost.collectives import ALL_TO_ALL, CollectiveGroup, compute_collective_seconds
-from bench.prediction.cost.rank_speed import list_layer_groups
+from bench.prediction.cost.rank_groups import list_layer_groups
 from bench.prediction.pipeline.rank_timelines import StageSeconds, list_hidden_seconds, simulate_timetable
 from bench.prediction.prediction import TimePrediction
 from bench.prediction.predictor import predict_run

@@ -14,7 +14,7 @@ from bench.config.run_config import build_run_config
 from bench.core.errors import ImpossibleError, UsageError
 from bench.hardware.speeds import GlooSpeed, LinkSpeeds
 from bench.prediction.cost.collectives import CollectiveGroup, compute_collective_seconds
-from bench.prediction.cost.rank_speed import build_collective_group
+from bench.prediction.cost.rank_groups import build_collective_group
 from bench.prediction.predictor import predict_run
 from bench.prediction.simulation.parameter_layout import build_parameter_layout
 from bench.rank.rehearsal_group import init_rehearsal_group

@@ -21,7 +21,7 @@ from bench.core.errors import ImpossibleError
 from bench.models.division import LayerDivision, RowwiseEmbedding
 from bench.models.materialize import Materializer
 from bench.prediction.cost.collectives import CollectiveGroup, compute_collective_seconds
-from bench.prediction.cost.rank_speed import build_collective_group
+from bench.prediction.cost.rank_groups import build_collective_group
 from bench.prediction.predictor import predict_run
 from bench.prediction.run_inputs import build_trace_key
 from bench.prediction.simulation.parameter_layout import build_parameter_layout

@@ -17,6 +17,7 @@ from bench.models import Family
 from bench.models.checkpointing import BlockPositions
 from bench.models.materialize import Materializer
 from bench.prediction.cost import rank_speed
+from bench.prediction.cost.rank_groups import LayerGroups, list_layer_groups
 from bench.prediction.simulation.parameter_layout import (
     build_order_key,
     build_parameter_layout,
@@ -212,7 +213,7 @@ def build_pipeline_stages(config: RunConfig, key: TraceKey, timetable: Timetable
         shapes = config.model.find_stage_input_shapes(block, config.sequence_length // _count_handover_parts(config))
         return num_sequences * itemsize * sum(length * width for length, width in shapes)
 
-    layer_groups = rank_speed.list_layer_groups(config)
+    layer_groups = list_layer_groups(config)
     stages = []
     for index, (stage_key, block_counts) in enumerate(_cut_into_stages(config, key, timetable)):
         segments, weight_seconds = _build_stage_segments(
@@ -279,7 +280,7 @@ def _build_stage_segments(
     num_sequences: int,
     hashable_hardware: HashableHardware,
     block_counts: tuple[int, ...],
-    layer_groups: rank_speed.LayerGroups,
+    layer_groups: LayerGroups,
 ) -> tuple[tuple[SegmentAtBatch, ...], dict[int, float]]:
     """The segments, and the seconds of products for gradients of weights in each, by its identity."""
     scaled_trace = load_scaled_trace(

@@ -16,6 +16,7 @@ from bench.prediction.cost.collectives import (
     compute_collective_seconds,
     compute_send_seconds,
 )
+from bench.prediction.cost.rank_groups import build_collective_group
 from bench.prediction.pipeline.rank_timelines import (
     RankTimeline,
     StageSeconds,
@@ -293,9 +294,7 @@ def _compute_gradient_sync_seconds(
 def _list_collective_seconds(config: RunConfig, collectives: Sequence[PlannedCollective]) -> list[tuple[float, float]]:
     """Seconds of each, and how often it is carried out."""
     compute_seconds = functools.cache(
-        lambda kind, size, group: _compute_collective_seconds(
-            config, kind, size, rank_speed.build_collective_group(config, group)
-        )
+        lambda kind, size, group: _compute_collective_seconds(config, kind, size, build_collective_group(config, group))
     )
     return [
         (compute_seconds(collective.kind, collective.size, collective.group), collective.count)
