@@ -84,7 +84,7 @@ def build_candidates(section_settings: RunSettings, knobs: Mapping[str, Sequence
         mode_setting = {"mode": "predict"} if "predict" in EVIDENCE_BY_MODE else {}
         try:
             config = _build_config({**settings, **mode_setting})
-            _require_peak(config.hardware, config.precision)
+            require_peak(config.hardware, config.precision)
         except ImpossibleError as error:
             candidates.impossible_reasons[str(error)] = candidates.impossible_reasons.get(str(error), 0) + 1
             continue
@@ -223,7 +223,7 @@ def choose_default_precision(hardware_fields: Mapping[str, Any]) -> str:
     return next((name for name in PREFERRED_PRECISIONS if name in peaks), PREFERRED_PRECISIONS[0])
 
 
-def _require_peak(hardware: Hardware, precision: Precision) -> None:
+def require_peak(hardware: Hardware, precision: Precision) -> None:
     """Raise `ImpossibleError` where a described device has no peak in the format a run computes in."""
     peaks = hardware.peak_tflops
     if precision.tf32 and hardware.device == "cpu":

@@ -93,12 +93,14 @@ def read_batch(
     Raises
     ------
     NotExpressibleError
-        If no batch is stated, nor follows from a global batch.
+        If no batch is stated, nor follows from a global batch, or there are fewer GPUs than share one.
     """
     note = f"{line.get('note') or ''}; {line['sharding']}".lower()
     stated_degree = settings.get("strategy.degree", settings.get("strategy.tensor", ""))
     degree = int(stated_degree) if stated_degree.isdecimal() else 1
     replicas = int(settings["gpus"]) // degree
+    if replicas == 0:
+        raise NotExpressibleError(f"a tensor-parallel degree of {degree} is more than {settings['gpus']} GPUs")
     accumulation = _read_accumulation(note)
     global_batch = _read_global_batch(note, knowledge)
     if knowledge.micro_batch is None and "batch_size_per_gpu" in settings:

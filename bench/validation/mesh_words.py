@@ -90,10 +90,11 @@ class MicroBatches:
 
 
 def read_degrees(text: str) -> dict[str, int]:
-    """Degrees of parallelism within a copy of the model: tensor, pipeline, context, expert; 1 where none is printed."""
+    """Degrees of parallelism within a copy of the model: tensor, pipeline, context, expert; 1 where none is printed, or
+    0."""
     words = text.lower()
     return {
-        name: max([int(number) for number in re.findall(pattern, words)], default=1)
+        name: max([1, *(int(number) for number in re.findall(pattern, words))])
         for name, pattern in DEGREE_PATTERNS.items()
     }
 

@@ -115,6 +115,32 @@ def test_no_cell_ends_in_anything_but_a_reason_or_a_usage_error() -> None:
     assert reasons > 50
 
 
+HOSTILE_WORDS = (
+    "TP 2, PP 0",
+    "EP 8, PP 3",
+    "TP 16, PP 16, CP 16",
+    "VP 0",
+    "GBS 0",
+    "GBS 7; MBS 3",
+    "rank 0",
+    "DeepEP",
+    "v3",
+)
+
+
+def test_no_shipped_row_with_other_words_ends_in_anything_else() -> None:
+    drawn = random.Random(18)
+    lines = [line for path in (PUBLISHED_CSV, MORE_PUBLISHED_CSV) for line in read_published_lines(path)]
+    readings = 0
+    for _ in range(400):
+        line = dict(drawn.choice(lines))
+        for column in drawn.sample(("model", "strategy", "sharding", "gpu_count", "note"), 2):
+            line[column] = drawn.choice((*HOSTILE_WORDS, drawn.choice(lines)[column]))
+        with contextlib.suppress(UsageError):
+            readings += read_line(1, line).reason is None
+    assert readings > 10
+
+
 @pytest.mark.slow
 def test_a_table_is_scored_row_by_row_with_what_was_assumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [
@@ -372,6 +398,10 @@ def test_words_of_tables_that_nobody_has_looked_up_mean_what_they_usually_do(
         ({"parameters": "70B"}, "70B parameters are printed"),
         ({"metric": "iteration_time", "unit": "fortnights"}, "fortnights is no unit of time"),
         ({"note": "optimizer step in backward"}, "the optimizer steps within backward"),
+        (
+            {"source_key": "torchtitan_202412", "strategy": "FSDP2 + TP", "sharding": "TP 8", "gpu_count": "1"},
+            "a tensor-parallel degree of 8 is more than 1 GPUs",
+        ),
     ],
 )
 def test_what_is_no_run_of_this_suite_says_why(columns: dict[str, str], reason: str) -> None:

@@ -152,6 +152,7 @@ def test_strategies_that_the_suite_does_not_have_are_refused_with_a_reason(
 
 def test_degrees_of_parallelism_are_read_in_every_spelling() -> None:
     assert read_degrees("tp1pp2") == {"tensor": 1, "pipeline": 2, "context": 1, "expert": 1}
+    assert read_degrees("TP2 PP0") == {"tensor": 2, "pipeline": 1, "context": 1, "expert": 1}
     assert read_degrees("Tensor Parallel=8, CP-4, expert parallelism 2")["tensor"] == 8
     assert read_degrees("TP8 PP6 CP2 EP4") == {"tensor": 8, "pipeline": 6, "context": 2, "expert": 4}
 

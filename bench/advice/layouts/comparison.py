@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from bench.advice.candidates import COMPARED_BUDGETS, build_candidates, choose_default_precision
+from bench.advice.candidates import COMPARED_BUDGETS, build_candidates, choose_default_precision, require_peak
 from bench.advice.layouts.layouts import Layout, LayoutQuestion, list_layouts
 from bench.advice.layouts.search import LayoutPredictor, LayoutSearch, search_layouts
 from bench.advice.ranking import (
@@ -130,15 +130,17 @@ def plan_layouts(
 
 
 def _build_subject(settings: RunSettings, knobs: Mapping[str, Sequence[str]]) -> RunConfig:
-    """A run of what is asked about, at batch 1."""
+    """A run of what is asked about, at batch 1. Raises `ImpossibleError` where the device has no such format."""
     composed = compose_config({key: value for key, value in settings.items() if key != "global_batch"})
     precision = knobs.get("precision", [choose_default_precision(composed["hardware"])])[0]
     run = {key: value for key, value in settings.items() if key != "global_batch"}
-    return build_run_config(
+    subject = build_run_config(
         compose_config(
             {**run, "precision": precision, "strategy": "fsdp", "batch_size_per_gpu": "1", "mode": "predict"}
         )
     )
+    require_peak(subject.hardware, subject.precision)
+    return subject
 
 
 def _choose_global_sequences(gpus: int, tokens_per_sequence: int) -> int:
