@@ -61,7 +61,7 @@ MISTAKES: dict[str, tuple[str, ...]] = {
     "model=gpt_tiny model.d_model=4": ("model.d_model ", "model.hidden_size"),
     "model=gpt_tiny model.num_heads=3": ("model.num_heads=3", "a divisor of model.hidden_size=128"),
     "model=gemma2_2b model.hidden_size=100": ("model.hidden_size=100", "a multiple of model.num_heads=8"),
-    "model=t5_mini gpus=1024 hardware=a100_80gb precision=fp8": ("precision=fp8", "no peak for fp8: choose bf16"),
+    "model=t5_mini gpus=1024 hardware=v100_32gb precision=bf16": ("precision=bf16", "no peak for bf16: choose fp16"),
     "activation_checkpointing=some": ("activation_checkpointing=some", "none, full, selective"),
     "hardware=v100_32gb precision=bf16": ("precision=bf16", "hardware=v100_32gb", "fp16", "fp32"),
     "hardware=v100_32gb precision=tf32": ("precision=tf32", "hardware=v100_32gb"),
