@@ -27,12 +27,7 @@ from bench.prediction.trace.kernels import MATMUL, OPERAND_FORMATS, FloatArray, 
 from bench.prediction.trace.op_recorder import SEND
 from bench.prediction.trace.trace import TO_DEVICE, TO_HOST
 from bench.prediction.trace.trace_cache import HashableHardware
-from bench.strategies.step_plan import (
-    REPLICA_GROUP,
-    SHARD_GROUP,
-    RankPlan,
-    StepPlan,
-)
+from bench.strategies.step_plan import REPLICA_GROUP, SHARD_GROUP, RankPlan, StepPlan
 
 TIME_INTERVAL_SHARE = 0.10
 """Interval of a step's time on a calibrated CPU, as a share of it. That of GPUs comes from residuals of published rows

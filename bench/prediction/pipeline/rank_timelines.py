@@ -50,6 +50,10 @@ class StageSeconds:
         """Of those seconds, sending tokens to experts and back."""
         return {FORWARD: self.forward_tokens, WEIGHT_BACKWARD: 0.0}.get(kind, self.backward_tokens)
 
+    def find_without_tokens(self, kind: str) -> float:
+        """Seconds of an action of some kind, without sending tokens."""
+        return self.find(kind) - self.find_tokens(kind)
+
 
 @dataclass(frozen=True)
 class RankTimeline:
@@ -94,10 +98,8 @@ def list_hidden_seconds(
             continue
         for number, action, other in ((index, forward, backward), (index + 1, backward, forward)):
             sent_s = stage_seconds[action.stage].find_tokens(action.kind)
-            computed_s = stage_seconds[other.stage].find(other.kind) - stage_seconds[other.stage].find_tokens(
-                other.kind
-            )
-            hidden_seconds[number] = min(sent_s, computed_s) * (1 - overlap_loss)
+            other_s = stage_seconds[other.stage].find_without_tokens(other.kind)
+            hidden_seconds[number] = min(sent_s, other_s) * (1 - overlap_loss)
     return hidden_seconds
 
 

@@ -70,7 +70,6 @@ def check_knobs(strategy: MeshStrategy) -> None:
             f"{TORCH}, or strategy.sequence_parallel=true, whose exchanges they are",
             ImpossibleError,
         )
-
     _check_token_knobs(strategy)
 
 
@@ -94,21 +93,23 @@ def _check_token_knobs(strategy: MeshStrategy) -> None:
 
 def check_mode(strategy: MeshStrategy, mode: str) -> None:
     """Raise `ImpossibleError` for what is predicted only: micro-batches without a pipeline, and what is Megatron's."""
+    if mode == "predict":
+        return
     megatron_reason = f"is not valid with mode={mode}, since no run has Megatron's"
-    if mode != "predict" and strategy.overlap_experts:
+    if strategy.overlap_experts:
         raise ImpossibleError(
             f"strategy.overlap_experts=true {megatron_reason} schedule: choose false, or mode=predict."
         )
-    if mode != "predict" and strategy.token_dispatcher != ALL_TO_ALL_DISPATCHER:
+    if strategy.token_dispatcher != ALL_TO_ALL_DISPATCHER:
         raise ImpossibleError(
             f"strategy.token_dispatcher={strategy.token_dispatcher} {megatron_reason} dispatchers: choose "
             f"{ALL_TO_ALL_DISPATCHER}, or mode=predict."
         )
-    if mode != "predict" and strategy.overlap_kernels == TRANSFORMER_ENGINE:
+    if strategy.overlap_kernels == TRANSFORMER_ENGINE:
         raise ImpossibleError(
             f"strategy.overlap_kernels={TRANSFORMER_ENGINE} {megatron_reason} kernels: choose {TORCH}, or mode=predict."
         )
-    if mode != "predict" and strategy.micro_batches is not None and strategy.layout.get_degree(PIPELINE) == 1:
+    if strategy.micro_batches is not None and strategy.layout.get_degree(PIPELINE) == 1:
         raise ImpossibleError(
             f"strategy.micro_batches={strategy.micro_batches} is not valid with mode={mode} and strategy.pipeline=1, "
             "since torch's schedules take no pipeline of one rank: choose null with gradient_accumulation="

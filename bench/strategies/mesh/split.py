@@ -28,10 +28,10 @@ from bench.strategies.tensor_parallel.split import TensorParallelSplit, divide_t
 
 TORCH = "torch"
 OVERLAP_KERNELS = (TORCH, TRANSFORMER_ENGINE)
+"""Whose kernels overlap the exchanges of tensor parallelism with products."""
 
 ALL_TO_ALL_DISPATCHER, DEEPEP = TOKEN_DISPATCHERS = ("all_to_all", "deepep")
 """The first is NCCL's exchange, the second sends a token to a node once."""
-"""Whose kernels overlap the exchanges of tensor parallelism with products."""
 
 
 @dataclass(frozen=True)
