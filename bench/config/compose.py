@@ -20,7 +20,7 @@ from bench.config.groups import (
 )
 from bench.config.hydra_calls import format_first_line, get_top_level_key, parse_override, to_plain_dict
 from bench.config.parts import ConfigPart, compose_parts, compute_part_value
-from bench.config.run_id import to_plain_value
+from bench.config.run_id import SharedSection, to_plain_value
 from bench.core.errors import UsageError, unknown_field_error
 from bench.hardware import interconnect
 
@@ -39,7 +39,8 @@ ANY_KEY = "*"
 def compose_config(settings: Mapping[str, str]) -> dict[str, Any]:
     """The complete configuration for some settings, as plain values.
 
-    Sweeps repeat themselves: of thousands of points only the parts that are new are composed, set and resolved.
+    Sweeps repeat themselves: of thousands of points only the parts that are new are composed, set and resolved. What
+    they have in common is shared: what is inside the top-level keys is never changed.
 
     Parameters
     ----------
@@ -82,9 +83,19 @@ def compose_config(settings: Mapping[str, str]) -> dict[str, Any]:
         parts[NODE_SIZE_KEY] = _follow_node_size(parts)
     resolved_values = _resolve_parts(parts)
     return {
-        key: to_plain_value(resolved_values[key] if key in resolved_values else compute_part_value(part))
+        key: resolved_values[key] if key in resolved_values else _compute_plain_value(part)
         for key, part in parts.items()
     }
+
+
+@functools.cache
+def _compute_plain_value(part: ConfigPart) -> Any:
+    return _to_shared_value(compute_part_value(part))
+
+
+def _to_shared_value(value: Any) -> Any:
+    plain_value = to_plain_value(value)
+    return SharedSection(plain_value) if isinstance(plain_value, dict) else plain_value
 
 
 def _list_field_names(part: ConfigPart) -> list[str]:
@@ -142,7 +153,8 @@ def _count_interpolations(part: ConfigPart) -> int:
 def _resolve_interpolations(parts: tuple[ConfigPart, ...]) -> dict[str, Any]:
     """Parts, by key, with the interpolations in them resolved among each other."""
     try:
-        return to_plain_dict(OmegaConf.create({part.key: compute_part_value(part) for part in parts}), resolve=True)
+        config = OmegaConf.create({part.key: compute_part_value(part) for part in parts})
+        return {key: _to_shared_value(value) for key, value in to_plain_dict(config, resolve=True).items()}
     except RecursionError:
         raise UsageError("The settings cannot be resolved: interpolations read one another in a circle.") from None
     except OmegaConfBaseException as error:

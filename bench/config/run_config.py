@@ -17,6 +17,7 @@ from bench.config.rehearsal import Rehearsal
 from bench.config.run_checks import check_run
 from bench.config.run_id import (
     ADDED_FIELD_DEFAULTS,
+    SharedSection,
     compute_run_id,
     convert_earlier_strategy,
     get_added_strategy_knobs,
@@ -408,13 +409,13 @@ def _get_plugin_name(raw: dict[str, Any], section: str, key: str) -> str:
 
 def _build_section(key: str, cls: type, values: dict[str, Any]) -> Any:
     """One section as its dataclass; sections repeat over a sweep, so each is built once."""
-    cache_key = (cls, repr(values))
+    cache_key = (cls, values if isinstance(values, SharedSection) else repr(values))
     if cache_key not in _section_cache:
         _section_cache[cache_key] = build_dataclass(key, cls, values)
     return _section_cache[cache_key]
 
 
-_section_cache: dict[tuple[type, str], Any] = {}
+_section_cache: dict[tuple[type, str | SharedSection], Any] = {}
 
 
 def _validate_scalars(raw: dict[str, Any]) -> dict[str, Any]:

@@ -229,6 +229,13 @@ def _get_non_default_fields(section: Any) -> dict[str, Any]:
     }
 
 
+class SharedSection(dict[str, Any]):
+    """Plain values of a section that many configurations have in common. Never changed, so that it can be told from
+    others by which object it is."""
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+
 def get_fields(section: Any) -> dict[str, Any]:
     """Fields of a dataclass as they are: `dataclasses.asdict` copies every value, which takes as long as all else."""
     return {name: getattr(section, name) for name in _list_field_names(type(section))}  # type: ignore[arg-type]

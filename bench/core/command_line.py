@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import gc
 import importlib
 import os
 import signal
@@ -92,6 +93,8 @@ def run_main(main: Callable[[], int]) -> int:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the end takes a moment, and a second Ctrl-C would be printed
         print("Interrupted.", file=sys.stderr)
         return INTERRUPTED_EXIT_CODE
+    finally:
+        gc.freeze()  # what is left goes with the process: Python would look through all of it once more
 
 
 # --- What commands print: text that users typed or rows brought along is shown as it is, and never as anything else.

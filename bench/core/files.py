@@ -8,6 +8,7 @@ written twice, can be read by all who can reach them.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import os
@@ -129,10 +130,7 @@ MAX_SHOWN_LENGTH = 60
 def encode_record(record: Mapping[str, Any]) -> str:
     """The row as JSON text, ASCII only, a column to the line: Python's fast encoder does not know lines. Never raises
     because of a value: what JSON cannot hold is written as text."""
-    lines = (
-        f" {_encode_json(name, _COLUMN_ENCODER)}: {_encode_json(value, _COLUMN_ENCODER)}"
-        for name, value in record.items()
-    )
+    lines = (f" {_encode_column(name)}: {_encode_column(value)}" for name, value in record.items())
     return "{\n" + ",\n".join(lines) + "\n}"
 
 
@@ -143,6 +141,19 @@ def encode_line(value: Any) -> str:
 
 _COLUMN_ENCODER = json.JSONEncoder(allow_nan=False)
 _LINE_ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
+
+
+def _encode_column(value: Any) -> str:
+    return _encode_repeated(value) if type(value) in REPEATED_TYPES else _encode_json(value, _COLUMN_ENCODER)
+
+
+REPEATED_TYPES = (str, int, bool, type(None))
+"""Of values that are alike in many rows, and that are as JSON what they are compared by: 0.0 and -0.0 are not."""
+
+
+@functools.lru_cache(maxsize=4096, typed=True)
+def _encode_repeated(value: str | int | bool | None) -> str:
+    return _encode_json(value, _COLUMN_ENCODER)
 
 
 def _encode_json(value: Any, encoder: json.JSONEncoder) -> str:

@@ -43,10 +43,10 @@ def list_options(group: str) -> list[str]:
 
 def find_option_file(group: str, option: str) -> Path:
     """The file of an option: the suite's, or else that of an installed package or of one's own folder."""
-    files = _list_option_paths(list_conf_folders(), group, option)
-    return next((file for file in files if file.is_file()), files[0])
+    return _find_option_file(list_conf_folders(), group, option)
 
 
 @functools.cache
-def _list_option_paths(folders: tuple[Path, ...], group: str, option: str) -> tuple[Path, ...]:
-    return tuple(folder / group / f"{option}.yaml" for folder in folders)
+def _find_option_file(folders: tuple[Path, ...], group: str, option: str) -> Path:
+    files = [folder / group / f"{option}.yaml" for folder in folders]
+    return next((file for file in files if file.is_file()), files[0])

@@ -7,7 +7,8 @@
     <store>/<run_id>/.lock                held (flock) by whoever is executing the run
 
 A row appears whole or not at all: it is written to a temporary file, synced, then linked to its name, which fails
-if the name is taken.
+if the name is taken. A predicted row, which costs milliseconds to make again, is not synced: it survives its process,
+and may be damaged by a machine that loses power.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def get_row_path(store: str | Path, run_id: str, attempt: int) -> Path:
 
 
 def write_row(store: str | Path, record: Record, *, reserved_file: str | Path | None = None) -> Path:
-    """Write one row, atomically and durably.
+    """Write one row, atomically, and durably unless it is predicted.
 
     Parameters
     ----------
@@ -94,6 +95,7 @@ def write_row(store: str | Path, record: Record, *, reserved_file: str | Path | 
     """
     record = {"format": FORMAT_VERSION, **record}
     validate_record(record)
+    is_durable = record["evidence"] != "predicted"
     target_path = get_row_path(store, record["run_id"], record["attempt"])
     if record["attempt"] in find_packed_attempts(store, record["run_id"]):
         raise FileExistsError(errno.EEXIST, "this attempt is packed", str(target_path))
@@ -113,19 +115,25 @@ def write_row(store: str | Path, record: Record, *, reserved_file: str | Path | 
             file.write(text)
             file.truncate()
             file.flush()
-            os.fsync(file.fileno())
+            if is_durable:
+                os.fsync(file.fileno())
         os.link(temporary_path, target_path)
     except BaseException:
         if reserved_file is None:  # space taken beforehand is kept for another try
             os.unlink(temporary_path)
         raise
     os.unlink(temporary_path)
-    folder_descriptor = os.open(target_path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder_descriptor)
-    finally:
-        os.close(folder_descriptor)
+    if is_durable:
+        _sync_folder(target_path.parent)
     return target_path
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def validate_record(record: Record) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 from bench import records
 from bench.config.run_config import RunConfig
+from bench.core import processes
 from bench.core.errors import ImpossibleError, invalid_value_error
 from bench.hardware import refuse_unsupported
 from bench.hardware.detect import DetectedDevice
@@ -25,8 +27,10 @@ from bench.records import Record
 MAX_PREDICTED_GPUS = 16_384
 """Beyond it nothing was ever compared with a measurement."""
 
-WRITER_THREADS = 16
-"""Rows written at once: each waits for the disk."""
+MIN_ROWS_FOR_PROCESSES = 500
+"""From which on it pays to share the work of writing them."""
+
+ROWS_PER_TASK = 64
 
 
 def refuse_unpredictable(config: RunConfig) -> None:
@@ -60,6 +64,52 @@ def _refuse_empty_shards(config: RunConfig) -> None:
     if 4 * factor > count_weight_bytes(config) and factor > config.model.num_parameters:  # the former builds nothing
         valid = f"at most the {config.model.num_parameters} parameters of model={config.model.name}"
         raise invalid_value_error("strategy.sharding_factor", factor, valid, ImpossibleError)
+
+
+@dataclass(frozen=True)
+class PredictedRowWriter:
+    """Writes the rows of predictions."""
+
+    store: Path
+    common_columns: Record
+    """That all rows have."""
+    started_at: str
+
+    def write_rows(self, configs: Sequence[RunConfig], predictions: Sequence[RunPrediction]) -> list[Record]:
+        """Write a row for each run; many are shared among the processors."""
+        num_workers = os.cpu_count() or 1
+        if num_workers == 1 or len(configs) < MIN_ROWS_FOR_PROCESSES:
+            return list(map(self.write_row, configs, predictions))
+        with processes.open_worker_pool(num_workers) as pool:
+            return list(pool.map(self.write_row, configs, predictions, chunksize=ROWS_PER_TASK))
+
+    def write_row(self, config: RunConfig, prediction: RunPrediction) -> Record:
+        """Write a row as the next attempt; if somebody else writes at the same time, as the one after."""
+        row = self._build_row(config, prediction)
+        while True:
+            row["attempt"] = records.find_next_attempt(self.store, row["run_id"])
+            try:
+                records.write_row(self.store, row)
+                return row
+            except FileExistsError:
+                continue
+
+    def _build_row(self, config: RunConfig, prediction: RunPrediction) -> Record:
+        if isinstance(prediction, Unpredictable):
+            results: Record = {"status": "skipped" if prediction.is_impossible else "error", "error": prediction.reason}
+        else:
+            results = build_predicted_row(config, prediction)
+        version = compute_predictor_version(
+            config.operator_libraries, find_user_packages(config.model, config.strategy, config.finetune)
+        )
+        return {
+            **build_configured_columns(config),
+            **self.common_columns,
+            "predictor": version,
+            **results,
+            "started_at": self.started_at,
+            "finished_at": format_current_time(),
+        }
 
 
 class SweepPredictor:
@@ -100,45 +150,11 @@ class SweepPredictor:
                 run_id: config for run_id, config in missing_configs.items() if run_id not in current_rows
             }
         new_configs = list(missing_configs.values())
-        started_at = format_current_time()
+        writer = PredictedRowWriter(self._store, self._common_columns, format_current_time())
         recall_parameter_counts(config.model for config in new_configs)
-        new_rows = [
-            self._build_row(config, prediction, started_at)
-            for config, prediction in zip(new_configs, predict_configs(new_configs), strict=True)
-        ]
-        with ThreadPoolExecutor(WRITER_THREADS) as writers:
-            written_rows = list(writers.map(self._write_row, new_rows))
-        self._rows_by_run_id |= dict(zip(missing_configs, written_rows, strict=True))
+        new_rows = writer.write_rows(new_configs, predict_configs(new_configs))
+        self._rows_by_run_id |= dict(zip(missing_configs, new_rows, strict=True))
         return [self._rows_by_run_id[config.run_id] for config in configs]
-
-    def _build_row(self, config: RunConfig, prediction: RunPrediction, started_at: str) -> Record:
-        if isinstance(prediction, Unpredictable):
-            results: Record = {"status": "skipped" if prediction.is_impossible else "error", "error": prediction.reason}
-        else:
-            results = build_predicted_row(config, prediction)
-        common_columns = {
-            **self._common_columns,
-            "predictor": compute_predictor_version(
-                config.operator_libraries, find_user_packages(config.model, config.strategy, config.finetune)
-            ),
-        }
-        return {
-            **build_configured_columns(config),
-            **common_columns,
-            **results,
-            "started_at": started_at,
-            "finished_at": format_current_time(),
-        }
-
-    def _write_row(self, row: Record) -> Record:
-        """Write a row as the next attempt; if somebody else writes at the same time, as the one after."""
-        while True:
-            row["attempt"] = records.find_next_attempt(self._store, row["run_id"])
-            try:
-                records.write_row(self._store, row)
-                return row
-            except FileExistsError:
-                continue
 
 
 def find_largest_batches(

@@ -22,7 +22,7 @@ from bench.strategies.tensor_parallel.split import TensorParallelSplit, find_loc
 ROOT_LABEL, LOSS_LABEL = "outside the blocks", "loss"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ParameterLayout:
     """Where a model's parameters are."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -119,6 +120,7 @@ class _MicroBatch:
     """What follows them."""
 
 
+@functools.lru_cache(maxsize=64)
 def _arrange_micro_batch(
     segments: tuple[SegmentAtBatch, ...], layout: ParameterLayout, block_period: int
 ) -> _MicroBatch:
