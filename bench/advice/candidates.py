@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from bench.config.compose import compose_config
+from bench.config.compose import compose_config, compose_shared_config
 from bench.config.global_batch import parse_global_batch
 from bench.config.grid import RunSettings
 from bench.config.groups import list_config_groups
@@ -105,9 +105,9 @@ def _build_config(settings: RunSettings) -> RunConfig:
     come to it, or those of the accumulation that was asked for."""
     global_batch_text = settings.get("global_batch")
     if global_batch_text in (None, "null") or "batch_size_per_gpu" in settings:
-        return build_run_config(compose_config(settings))
+        return build_run_config(compose_shared_config(settings))
     other_settings = {key: value for key, value in settings.items() if key not in ("global_batch", ACCUMULATION_KEY)}
-    config = build_run_config(compose_config(other_settings))
+    config = build_run_config(compose_shared_config(other_settings))
     config = config.fill_global_batch(parse_global_batch(global_batch_text))
     if ACCUMULATION_KEY not in settings:
         return config

@@ -37,10 +37,7 @@ ANY_KEY = "*"
 
 
 def compose_config(settings: Mapping[str, str]) -> dict[str, Any]:
-    """The complete configuration for some settings, as plain values.
-
-    Sweeps repeat themselves: of thousands of points only the parts that are new are composed, set and resolved. What
-    they have in common is shared: what is inside the top-level keys is never changed.
+    """The complete configuration for some settings, as plain values, which are the caller's own.
 
     Parameters
     ----------
@@ -51,6 +48,16 @@ def compose_config(settings: Mapping[str, str]) -> dict[str, Any]:
     ------
     UsageError
         If a key does not exist or a value cannot be read.
+    """
+    values: dict[str, Any] = to_plain_value(compose_shared_config(settings))
+    return values
+
+
+def compose_shared_config(settings: Mapping[str, str]) -> dict[str, Any]:
+    """As `compose_config`, but for values that are only read: what points have in common is the same object, never
+    changed.
+
+    Sweeps repeat themselves: of thousands of points only the parts that are new are composed, set and resolved.
     """
     choices: dict[str, list[str]] = {}
     field_overrides: list[str] = []

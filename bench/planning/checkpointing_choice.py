@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 
-from bench.config.compose import compose_config
+from bench.config.compose import compose_shared_config
 from bench.config.grid import RunSettings
 from bench.config.run_config import RunConfig, build_run_config
 from bench.core.errors import ImpossibleError
@@ -34,7 +34,7 @@ def choose_budget(point: RunSettings) -> RunSettings:
 
 
 def _build_config(point: RunSettings, mode: str) -> RunConfig:
-    return build_run_config(compose_config({**point, KEY: mode}))
+    return build_run_config(compose_shared_config({**point, KEY: mode}))
 
 
 def _fits(config: RunConfig) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench import records
-from bench.config.compose import compose_config
+from bench.config.compose import compose_shared_config
 from bench.config.grid import RunSettings
 from bench.config.run_config import RunConfig, build_run_config
 from bench.core import processes
@@ -169,7 +169,7 @@ def compose_run(point: RunSettings) -> RunConfig:
     ImpossibleError
         Where they cannot be combined.
     """
-    return build_run_config(compose_config(choose_budget(point)))
+    return build_run_config(compose_shared_config(choose_budget(point)))
 
 
 def _find_recorded_row(store: Path, run_id: str, *, force: bool) -> Record | None:

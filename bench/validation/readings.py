@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from bench.config.compose import compose_config
+from bench.config.compose import compose_shared_config
 from bench.config.run_config import RunConfig, build_run_config
 from bench.core.errors import UsageError
 from bench.core.option_files import find_option_file
@@ -147,7 +147,7 @@ def build_published_config(settings: tuple[tuple[str, str], ...]) -> RunConfig:
     UsageError
         If the suite refuses them.
     """
-    return build_run_config(compose_config({"mode": "predict", **dict(settings)}))
+    return build_run_config(compose_shared_config({"mode": "predict", **dict(settings)}))
 
 
 def read_lines(lines: Sequence[PublishedLine]) -> list[Reading]:

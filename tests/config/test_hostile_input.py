@@ -288,12 +288,14 @@ def clear_compose_caches() -> None:
         groups.list_config_groups,
         hydra_calls.compose_choices,
         parts.compute_part_value,
+        compose._compute_plain_value,
         compose._resolve_interpolations,
         read_plain_yaml,
     ):
         cached.cache_clear()
     for cached in (hydra_calls.parse_override, compose._find_interpolated_keys, compose._count_interpolations):
         cached.cache_clear()
+    option_files._find_option_file.cache_clear()
     parts._composed_values.clear()
 
 

@@ -77,6 +77,16 @@ def test_hundreds_of_writers_at_once_lose_and_tear_nothing(tmp_path, monkeypatch
     assert_same(records.load(store), unindexed(store))
 
 
+@pytest.mark.parametrize(("evidence", "num_syncs"), [("measured", 2), ("predicted", 0)])
+def test_what_cannot_be_made_again_is_on_the_disk_when_it_is_written(tmp_path, monkeypatch, evidence, num_syncs):
+    synced: list[int] = []
+    sync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(descriptor) or sync(descriptor))
+    row = make_record() | {"evidence": evidence}
+    assert records.read_row(records.write_row(tmp_path, row))["run_id"] == row["run_id"]
+    assert len(synced) == num_syncs
+
+
 @pytest.mark.parametrize("step", ["fchmod", "fsync", "link", "unlink"])
 def test_a_writer_killed_at_any_step_leaves_a_whole_row_or_none(step, tmp_path):
     died = subprocess.run([sys.executable, "-c", KILLED_AT, str(tmp_path), step], cwd=ROOT, check=False)

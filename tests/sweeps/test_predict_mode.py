@@ -99,6 +99,28 @@ def told_so(verdict: str | None = FITS, step_s: float = 0.5) -> Prediction:
 
 
 @pytest.mark.slow
+def test_rows_are_the_same_whether_one_process_writes_them_or_several(tmp_path, monkeypatch):
+    typed = ["-m", *SMALL_GPT, "strategy=ddp,fsdp", "gpus=1,8", "precision=bf16", A100, "mode=predict", "report=false"]
+    writers: list[int] = []
+    open_worker_pool = predict_sweep.processes.open_worker_pool
+    for name, min_rows in (("one", 1000), ("several", 2)):
+        monkeypatch.setattr(predict_sweep, "MIN_ROWS_FOR_PROCESSES", min_rows)
+        monkeypatch.setattr(predict_sweep.os, "cpu_count", lambda: 2)
+        monkeypatch.setattr(
+            predict_sweep.processes, "open_worker_pool", lambda count: writers.append(count) or open_worker_pool(count)
+        )
+        assert sweep.main([*typed, f"store={tmp_path / name}"]) == 0
+    assert writers == [2]
+    of_one, of_several = ({row["run_id"]: row for row in rows(tmp_path / name)} for name in ("one", "several"))
+    assert len(of_one) == 4
+    times = {"started_at": None, "finished_at": None}
+    assert {run_id: row | times for run_id, row in of_one.items()} == {
+        run_id: row | times for run_id, row in of_several.items()
+    }
+    assert [list(row) for row in of_one.values()] == [list(of_several[run_id]) for run_id in of_one]
+
+
+@pytest.mark.slow
 def test_a_sweep_is_predicted_and_nothing_runs(store, capsys):
     typed = ["-m", *SMALL_GPT, "strategy=ddp,fsdp,fsdp1", "gpus=1,8,64", "precision=bf16", A100, "mode=predict"]
     assert sweep.main([*typed, f"store={store}"]) == 0
