@@ -99,10 +99,8 @@ def read_presentations(package_name: str) -> dict[str, Presentation]:
 def _read_presentation(file: Path) -> Presentation | None:
     """What the class in a file states, None where there is nothing that can be read."""
     try:
-        for statement in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if not isinstance(statement, ast.ClassDef):
-                continue
-            for assignment in statement.body:
+        for statement in ast.parse(file.read_text(encoding="utf-8")).body:
+            for assignment in statement.body if isinstance(statement, ast.ClassDef) else ():
                 if isinstance(assignment, ast.Assign) and [ast.unparse(name) for name in assignment.targets] == [
                     "presentation"
                 ]:

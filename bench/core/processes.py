@@ -210,7 +210,7 @@ def pause_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-OBJECTS_PER_COLLECTION = 100_000
+OBJECTS_PER_COLLECTION = 1_000_000
 """Python has 700."""
 
 
