@@ -27,7 +27,10 @@ OPTIONS_WITHOUT_GPU = ("auto", "cpu", "gpu")
 
 GPU_KINDS = (
     *((kind, kind) for kind in ("gb300", "gb200", "gh200", "b300", "b200", "h200", "h100", "a100", "v100")),
-    *((kind, kind) for kind in ("l40s", "l40", "a10g", "mi355x", "mi325x", "mi300x", "mi300a", "mi250x", "mi250")),
+    *(
+        (kind, kind)
+        for kind in ("l40s", "l40", "a40", "h20", "a10g", "mi355x", "mi325x", "mi300x", "mi300a", "mi250x", "mi250")
+    ),
     *(("h800", "h100"), ("a800", "a100"), ("mi350x", "mi355x"), ("titan rtx", "titan_rtx")),
     *(("rtx pro 6000", "rtx_pro_6000"), ("pro 6000", "rtx_pro_6000"), ("6000 ada", "rtx_6000_ada")),
     *(("rtx 6000ada", "rtx_6000_ada"), ("rtx 8000", "rtx_8000"), ("rtx a6000", "a6000"), ("a6000", "a6000")),

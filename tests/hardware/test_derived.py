@@ -49,6 +49,12 @@ ISSUE_GPUS = [
     "v100_16gb",
     "v100_32gb",
     "t4",
+    "h20",
+    "l40",
+    "a40",
+    "titan_rtx",
+    "mi210",
+    "mi250",
     "mi250x",
     "mi300x",
     "mi325x",
@@ -64,6 +70,10 @@ DENSE_BF16_TFLOPS = {
     "L40S": (362, ("l40s",)),
     "MI300X": (1307, ("mi300x", "mi325x")),
     "A10G": (70, ("a10g",)),
+    "A40": (149.7, ("a40",)),
+    "L40": (181, ("l40",)),
+    "H20": (148, ("h20",)),
+    "MI210 and half of an MI250": (181, ("mi210", "mi250")),
     "MI250X, half of 383": (191.5, ("mi250x",)),
 }
 """Without sparsity: https://github.com/stas00/ml-engineering (TFLOPS comparison table), the A10G's data sheet."""
@@ -101,7 +111,7 @@ def test_a_device_reports_nearly_its_memory_and_has_cublas_workspaces_of_its_kin
     gib_by_share = hardware.speeds.outside.device_gib / hardware.memory_gb  # AMD's GB are GiB
     assert (0.99 if hardware.device == "rocm" else 0.89) < gib_by_share < 1.001
     new = option.startswith(("h", "gh", "b", "gb", "rtx_5", "rtx_pro"))
-    expected_mib = 128 if option in ("mi300x", "mi325x", "mi355x") else 32 if new or option == "mi250x" else 8.125
+    expected_mib = 128 if option in ("mi300x", "mi325x", "mi355x") else 32 if new or option.startswith("mi2") else 8.125
     assert hardware.speeds.matmul is not None
     assert hardware.speeds.matmul.workspace_mib == expected_mib
 

@@ -8,14 +8,14 @@ from bench.hardware.attention_kernels import AOTRITON, CUDNN, EFFICIENT, FLASH_2
 
 ARCHITECTURES = {
     "volta": ("v100_16gb", "v100_32gb"),
-    "turing": ("t4",),
+    "turing": ("t4", "titan_rtx"),
     "ampere": ("a100_40gb", "a100_80gb", "a100_pcie", "a100_pcie_40gb"),
-    "ampere_graphics": ("a6000", "a10", "a10g", "rtx_3090"),
-    "ada": ("l40s", "l4", "rtx_4090", "rtx_6000_ada"),
-    "hopper": ("h100_80gb", "h200", "gh200", "h100_pcie", "h100_nvl"),
+    "ampere_graphics": ("a6000", "a40", "a10", "a10g", "rtx_3090"),
+    "ada": ("l40s", "l40", "l4", "rtx_4090", "rtx_6000_ada"),
+    "hopper": ("h100_80gb", "h200", "gh200", "h100_pcie", "h100_nvl", "h20"),
     "blackwell": ("b200", "b300", "gb200", "gb300"),
     "blackwell_graphics": ("rtx_pro_6000", "rtx_5090"),
-    "cdna2": ("mi250x",),
+    "cdna2": ("mi250x", "mi250", "mi210"),
     "cdna3": ("mi300x", "mi325x"),
     "cdna4": ("mi355x",),
 }
@@ -120,6 +120,7 @@ LINK_POINTS = {
     "a100_80gb": "A100-SXM-80GB",
     "h100_80gb": "H100-SXM",
     "h200": "H200-SXM",
+    "h20": "H200-SXM",
     "b200": "B200-SXM",
     "b300": "B300-SXM",
     "gb200": "GB200",
@@ -127,10 +128,25 @@ LINK_POINTS = {
     "l40s": "L40S",
     "rtx_pro_6000": "RTX PRO 6000 Blackwell Server",
 }
-"""Whose collectives inside a node were timed."""
+"""Whose collectives inside a node were timed, or those of a device with the same links."""
 
 
-PCIE_THROUGH_HOST = ("t4", "a10", "a10g", "a6000", "rtx_3090", "l4", "rtx_4090", "rtx_6000_ada", "rtx_5090")
+PCIE_THROUGH_HOST = (
+    *(
+        "t4",
+        "titan_rtx",
+        "a10",
+        "a10g",
+        "a40",
+        "a6000",
+        "rtx_3090",
+        "l4",
+        "l40",
+        "rtx_4090",
+        "rtx_6000_ada",
+        "rtx_5090",
+    ),
+)
 """Cards without peer-to-peer: what their collectives lose with the number of GPUs is between two that were timed."""
 PCIE_POINTS = ("l40s", "rtx_pro_6000")
 
