@@ -120,9 +120,14 @@ class FittedInterval:
 
 
 def list_residuals(scores: Iterable[Score], metric: str, row_class: str) -> list[Residual]:
-    """Residuals of one metric and class of rows, each configuration once; none of what its authors call noisy."""
+    """Residuals of one metric and class of rows, each configuration once; none of what its authors call noisy. Those on
+    devices whose speed is derived count for as much less as their intervals are wider."""
     return [
-        Residual(score.reading.source, score.hardware, score.log_ratio)
+        Residual(
+            score.reading.source,
+            score.hardware,
+            score.log_ratio / (DERIVED_FACTOR if score.device_class == DERIVED else 1.0),
+        )
         for score in pick_configurations(scores)
         if score.is_counted
         and score.kind != BETWEEN_STEPS
