@@ -38,6 +38,10 @@ HEAD_DIM = 2
 """The dimension of queries and keys, before they are transposed, that counts heads."""
 
 
+WHOLE_HEAD_ARCHITECTURES = ("llama", "gemma2", "gemma3_text", "deepseek_v2")
+"""Those whose width transformers wants to be a multiple of the number of heads, whatever the width of a head."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class DecoderFamily(PretrainedFamily):
     """Decoders whose attention and gated feed-forward layers are called as Llama's."""
@@ -70,10 +74,23 @@ class DecoderFamily(PretrainedFamily):
             raise invalid_value_error(
                 "model.num_heads", self.num_heads, f"a divisor of model.hidden_size={self.hidden_size}"
             )
+        if self.architecture in WHOLE_HEAD_ARCHITECTURES and self.hidden_size % self.num_heads:
+            valid = f"a multiple of model.num_heads={self.num_heads}, which transformers asks of {self.architecture}"
+            raise invalid_value_error("model.hidden_size", self.hidden_size, valid)
         if self.num_heads % self._num_kv_heads:
             raise invalid_value_error(
                 "model.num_kv_heads", self.num_kv_heads, f"a divisor of model.num_heads={self.num_heads}"
             )
+        self._require_pairs()
+
+    def _require_pairs(self) -> None:
+        """Raise `UsageError` unless elements of a head can be turned by their position in pairs."""
+        if self._head_size % 2 == 0:
+            return
+        if self.head_size is not None:
+            raise invalid_value_error("model.head_size", self.head_size, "an even number")
+        valid = f"a multiple of {2 * self.num_heads}, which makes heads of an even size"
+        raise invalid_value_error("model.hidden_size", self.hidden_size, valid)
 
     @property
     def _num_kv_heads(self) -> int:

@@ -22,9 +22,6 @@ UNDIVIDED_ARCHITECTURES = {
 }
 """Those whose layers tensor parallelism cannot divide, and why."""
 
-WHOLE_HEAD_ARCHITECTURES = ("llama", "gemma2", "gemma3_text")
-"""Those whose width transformers wants to be a multiple of the number of heads, whatever the width of a head."""
-
 NORM_LAST_ARCHITECTURES = ("olmo2", "gemma2", "gemma3_text")
 """Those whose blocks end in a norm, which keeps the last product for backward."""
 
@@ -42,9 +39,6 @@ class LlamaFamily(DecoderFamily):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.architecture in WHOLE_HEAD_ARCHITECTURES and self.hidden_size % self.num_heads:
-            valid = f"a multiple of model.num_heads={self.num_heads}, which transformers asks of {self.architecture}"
-            raise invalid_value_error("model.hidden_size", self.hidden_size, valid)
         if self.architecture == "gemma2" and self.attention != "eager":
             raise invalid_value_error("model.attention", self.attention, "eager, since Gemma 2 caps its scores")
 

@@ -80,6 +80,12 @@ class MixtureOfExpertsFamily(DecoderFamily):
                 "model.expert_groups", self.expert_groups, f"a divisor of half of model.num_experts={self.num_experts}"
             )
 
+    def _require_pairs(self) -> None:
+        if not self._has_latent_attention:
+            super()._require_pairs()
+        elif self.rotary_size is not None and self.rotary_size % 2:
+            raise invalid_value_error("model.rotary_size", self.rotary_size, "an even number")
+
     @property
     def _has_latent_attention(self) -> bool:
         return self.architecture in LATENT_ATTENTION_ARCHITECTURES

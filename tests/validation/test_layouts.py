@@ -8,12 +8,18 @@ import importlib.util
 import pytest
 
 from bench.core.errors import ImpossibleError
-from bench.prediction.intervals import COMPLETE, LAYOUTS, ROUGH
+from bench.prediction.intervals import COMPLETE, DERIVED, LAYOUTS, MICROBENCHMARKS, ROUGH
 from bench.prediction.other_software_memory import predict_beside_state, predict_peak
 from bench.prediction.predictor import predict_runs
 from bench.prediction.simulation.other_loop import LossMemory
 from bench.strategies.pipeline.schedule import Timetable
-from bench.validation.interval_fit import fit_interval, keep_runs_possible, list_residuals, name_row_class
+from bench.validation.interval_fit import (
+    DERIVED_FACTOR,
+    fit_interval,
+    keep_runs_possible,
+    list_residuals,
+    name_row_class,
+)
 from bench.validation.layouts import compute_rank_correlation, count_ordered_pairs, list_rank_correlations
 from bench.validation.mesh_words import continue_prediction, count_ranks_per_copy, plan_micro_batches
 from bench.validation.metrics import Quantity
@@ -304,6 +310,14 @@ def test_layouts_have_intervals_of_their_own_and_noisy_rows_fit_none() -> None:
     assert name_row_class(layout) == LAYOUTS
     assert len(list_residuals([layout], "step time", LAYOUTS)) == 1
     assert list_residuals([noisy], "step time", LAYOUTS) == []
+
+
+def test_residuals_count_for_as_much_less_as_the_intervals_of_their_devices_are_wider() -> None:
+    timed = dataclasses.replace(score(read()), device_class=MICROBENCHMARKS)
+    derived = dataclasses.replace(timed, device_class=DERIVED)
+    (of_timed,), (of_derived,) = (list_residuals([item], "step time", LAYOUTS) for item in (timed, derived))
+    assert of_timed.log_ratio == timed.log_ratio != 0
+    assert of_derived.log_ratio * DERIVED_FACTOR == pytest.approx(of_timed.log_ratio)
 
 
 def test_a_layout_that_ran_is_not_said_not_to_fit() -> None:
