@@ -39,6 +39,9 @@ class LlamaFamily(DecoderFamily):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.architecture in ("gemma2", "gemma3_text") and self.sliding_window is None:
+            valid = f"a number of tokens, which every second layer of {self.architecture} or more attend to"
+            raise invalid_value_error("model.sliding_window", None, valid)
         if self.architecture == "gemma2" and self.attention != "eager":
             raise invalid_value_error("model.attention", self.attention, "eager, since Gemma 2 caps its scores")
 

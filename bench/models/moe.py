@@ -83,8 +83,13 @@ class MixtureOfExpertsFamily(DecoderFamily):
     def _require_pairs(self) -> None:
         if not self._has_latent_attention:
             super()._require_pairs()
-        elif self.rotary_size is not None and self.rotary_size % 2:
-            raise invalid_value_error("model.rotary_size", self.rotary_size, "an even number")
+            return
+        names = ["rotary_size"]
+        if self.architecture == "deepseek_v2":  # which rotates complex numbers, and they lie behind those of the rank
+            names.append("kv_rank")
+        for name in names:
+            if (getattr(self, name) or 0) % 2:
+                raise invalid_value_error(f"model.{name}", getattr(self, name), "an even number")
 
     @property
     def _has_latent_attention(self) -> bool:

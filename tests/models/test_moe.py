@@ -261,6 +261,8 @@ def test_widths_that_torch_cannot_multiply_in_groups_are_a_sentence(capsys: pyte
         (("model=llama_tiny", "model.hidden_size=36"), "model.hidden_size=36 is not valid: choose a multiple of 8"),
         (("model=gpt_oss_20b", "model.head_size=7"), "model.head_size=7 is not valid: choose an even number"),
         (("model=deepseek_v3", "model.rotary_size=7"), "model.rotary_size=7 is not valid: choose an even number"),
+        (("model=deepseek_v2_lite", "model.kv_rank=3"), "model.kv_rank=3 is not valid: choose an even number"),
+        (("model=gemma2_2b", "model.sliding_window=null"), "model.sliding_window=null is not valid: choose a number"),
         (("model=deepseek_v2_lite", "model.hidden_size=40"), "choose a multiple of model.num_heads=16"),
     ],
 )
