@@ -96,6 +96,8 @@ class Residual:
     """Natural logarithm of true against predicted, of step time or bytes."""
     row_class: str = COMPLETE
     """COMPLETE or ROUGH."""
+    has_derived_time: bool = False
+    """It is of time, on a device whose speed is derived: it says nothing of devices with training rows."""
 
 
 @dataclass(frozen=True)
@@ -120,15 +122,17 @@ class FittedInterval:
 
 
 def list_residuals(scores: Iterable[Score], metric: str, row_class: str) -> list[Residual]:
-    """Residuals of one metric and class of rows, each configuration once; none of what its authors call noisy. Those on
-    devices whose speed is derived count for as much less as their intervals are wider."""
+    """Residuals of one metric and class of rows, each configuration once; none of what its authors call noisy. Of time,
+    those on devices whose speed is derived count for as much less as their intervals are wider."""
     return [
         Residual(
             score.reading.source,
             score.hardware,
-            score.log_ratio / (DERIVED_FACTOR if score.device_class == DERIVED else 1.0),
+            score.log_ratio / (DERIVED_FACTOR if has_derived_time else 1.0),
+            has_derived_time=has_derived_time,
         )
         for score in pick_configurations(scores)
+        for has_derived_time in [metric == STEP_TIME and score.device_class == DERIVED]
         if score.is_counted
         and score.kind != BETWEEN_STEPS
         and METRIC_OF_KIND[score.kind] == metric
@@ -314,7 +318,10 @@ def _fit_metric(
     for device_class, is_device_left_out in ((TRAINING_ROWS, False), (MICROBENCHMARKS, True)):
         own = [residual for residual in measured if is_device_left_out or residual.device in trained_devices]
         class_residuals = {
-            name: [*rows, *(residual for residual in own if residual.row_class == name)]
+            name: [
+                *(residual for residual in rows if is_device_left_out or not residual.has_derived_time),
+                *(residual for residual in own if residual.row_class == name),
+            ]
             for name, rows in residuals.items()
         }
         classes[device_class] = _fit_row_classes(class_residuals, is_device_left_out=is_device_left_out)
