@@ -40,7 +40,7 @@ class LlamaFamily(DecoderFamily):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.architecture in ("gemma2", "gemma3_text") and self.sliding_window is None:
-            valid = f"a number of tokens, which every second layer of {self.architecture} or more attend to"
+            valid = f"a number of tokens, since layers of {self.architecture} have a sliding window"
             raise invalid_value_error("model.sliding_window", None, valid)
         if self.architecture == "gemma2" and self.attention != "eager":
             raise invalid_value_error("model.attention", self.attention, "eager, since Gemma 2 caps its scores")

@@ -27,8 +27,8 @@ from bench.records import Record
 MAX_PREDICTED_GPUS = 16_384
 """Beyond it nothing was ever compared with a measurement."""
 
-MIN_ROWS_FOR_PROCESSES = 500
-"""From which on it pays to share the work of writing them."""
+MIN_ROWS_PER_PROCESS = 250
+"""Of rows that several processes write: fewer do not pay for the start of one."""
 
 ROWS_PER_TASK = 64
 
@@ -77,8 +77,8 @@ class PredictedRowWriter:
 
     def write_rows(self, configs: Sequence[RunConfig], predictions: Sequence[RunPrediction]) -> list[Record]:
         """Write a row for each run; many are shared among the processors."""
-        num_workers = os.cpu_count() or 1
-        if num_workers == 1 or len(configs) < MIN_ROWS_FOR_PROCESSES:
+        num_workers = min(os.cpu_count() or 1, len(configs) // MIN_ROWS_PER_PROCESS)
+        if num_workers < 2:
             return list(map(self.write_row, configs, predictions))
         with processes.open_worker_pool(num_workers) as pool:
             return list(pool.map(self.write_row, configs, predictions, chunksize=ROWS_PER_TASK))

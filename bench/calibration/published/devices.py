@@ -132,20 +132,8 @@ LINK_POINTS = {
 
 
 PCIE_THROUGH_HOST = (
-    *(
-        "t4",
-        "titan_rtx",
-        "a10",
-        "a10g",
-        "a40",
-        "a6000",
-        "rtx_3090",
-        "l4",
-        "l40",
-        "rtx_4090",
-        "rtx_6000_ada",
-        "rtx_5090",
-    ),
+    *("t4", "titan_rtx", "a10", "a10g", "a40", "a6000", "rtx_3090"),
+    *("l4", "l40", "rtx_4090", "rtx_6000_ada", "rtx_5090"),
 )
 """Cards without peer-to-peer: what their collectives lose with the number of GPUs is between two that were timed."""
 PCIE_POINTS = ("l40s", "rtx_pro_6000")
