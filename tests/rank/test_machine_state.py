@@ -504,7 +504,7 @@ def test_a_variable_that_was_otherwise_is_said_of_rows_that_are_used_again(
     records.write_row(tmp_path, row)
     points: list[RunSettings] = [dict(override.split("=") for override in SMALL_T5)]
     monkeypatch.setattr(
-        "bench.planning.sweep_plan.compose_config", lambda point: compose_config({}) | {"store": str(tmp_path)}
+        "bench.planning.sweep_plan.compose_shared_config", lambda point: compose_config({}) | {"store": str(tmp_path)}
     )
     monkeypatch.setattr("bench.planning.sweep_plan.build_run_config", lambda raw: config)
     plan = build_sweep_plan(points, tmp_path, force=False, check_run=lambda config: None)
