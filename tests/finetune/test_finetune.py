@@ -454,7 +454,7 @@ def trace_all(config: RunConfig) -> tuple[Any, ...]:
     for segment in trace.segments:
         segment.changes[:] = [(size, numbers.setdefault(number, len(numbers))) for size, number in segment.changes]
     flops = config.trained_model.count_flops_per_sequence(config.sequence_length).model_flops
-    return trace, build_parameter_layout(config.trained_model, 1, False), flops
+    return trace, vars(build_parameter_layout(config.trained_model, 1, False)), flops
 
 
 @needs_peft
