@@ -17,6 +17,7 @@ import pandas as pd
 import pytest
 
 from bench import records
+from bench.core.files import encode_record
 from bench.records import reading
 from tests.conftest import ROOT
 from tests.records_fixture import make_record, write_store
@@ -75,6 +76,12 @@ def test_hundreds_of_writers_at_once_lose_and_tear_nothing(tmp_path, monkeypatch
     left = list(store.glob("*/.row-*"))
     assert len(left) <= WRITER_COUNTS["doomed"], "a temporary file that no dead writer left"
     assert_same(records.load(store), unindexed(store))
+
+
+def test_values_that_compare_equal_are_written_as_what_they_are():
+    values = {"0.0": 0.0, "-0.0": -0.0, "0": 0, "false": False, "1": 1, "1.0": 1.0, "true": True}
+    for text, value in values.items():
+        assert encode_record({"mfu": value}) == f'{{\n "mfu": {text}\n}}'
 
 
 @pytest.mark.parametrize(("evidence", "num_syncs"), [("measured", 2), ("predicted", 0)])
