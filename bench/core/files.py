@@ -111,6 +111,15 @@ def write_temporary_file(folder: Path, content: str | bytes) -> Path:
     return Path(temporary_path)
 
 
+def sync_folder(folder: Path) -> None:
+    """Write through to the disk which files there are in a folder."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 # --- A row as JSON text and back, whatever its numbers and texts are.
 #
 # JSON has no NaN and no infinity. Such a number is written as the text "NaN", "Infinity" or "-Infinity", as protobuf's

@@ -81,9 +81,9 @@ class DecoderFamily(PretrainedFamily):
             raise invalid_value_error(
                 "model.num_kv_heads", self.num_kv_heads, f"a divisor of model.num_heads={self.num_heads}"
             )
-        self._require_pairs()
+        self._require_even_rotary_size()
 
-    def _require_pairs(self) -> None:
+    def _require_even_rotary_size(self) -> None:
         """Raise `UsageError` unless elements of a head can be turned by their position in pairs."""
         if self._head_size % 2 == 0:
             return

@@ -80,9 +80,9 @@ class MixtureOfExpertsFamily(DecoderFamily):
                 "model.expert_groups", self.expert_groups, f"a divisor of half of model.num_experts={self.num_experts}"
             )
 
-    def _require_pairs(self) -> None:
+    def _require_even_rotary_size(self) -> None:
         if not self._has_latent_attention:
-            super()._require_pairs()
+            super()._require_even_rotary_size()
             return
         names = ["rotary_size"]
         if self.architecture == "deepseek_v2":  # which rotates complex numbers, and they lie behind those of the rank

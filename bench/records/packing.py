@@ -315,11 +315,7 @@ def _write_file(path: Path, text: str, check: Callable[[str], None] = lambda tem
     except BaseException:
         os.unlink(temporary_path)
         raise
-    folder_descriptor = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder_descriptor)
-    finally:
-        os.close(folder_descriptor)
+    files.sync_folder(path.parent)
 
 
 def _remove_row_files(store: Path, packed_keys: Iterable[AttemptKey]) -> None:

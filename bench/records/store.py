@@ -124,16 +124,8 @@ def write_row(store: str | Path, record: Record, *, reserved_file: str | Path | 
         raise
     os.unlink(temporary_path)
     if is_durable:
-        _sync_folder(target_path.parent)
+        files.sync_folder(target_path.parent)
     return target_path
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def validate_record(record: Record) -> None:

@@ -125,14 +125,8 @@ def list_residuals(scores: Iterable[Score], metric: str, row_class: str) -> list
     """Residuals of one metric and class of rows, each configuration once; none of what its authors call noisy. Of time,
     those on devices whose speed is derived count for as much less as their intervals are wider."""
     return [
-        Residual(
-            score.reading.source,
-            score.hardware,
-            score.log_ratio / (DERIVED_FACTOR if has_derived_time else 1.0),
-            has_derived_time=has_derived_time,
-        )
+        _build_residual(score, has_derived_time=metric == STEP_TIME and score.device_class == DERIVED)
         for score in pick_configurations(scores)
-        for has_derived_time in [metric == STEP_TIME and score.device_class == DERIVED]
         if score.is_counted
         and score.kind != BETWEEN_STEPS
         and METRIC_OF_KIND[score.kind] == metric
@@ -140,6 +134,11 @@ def list_residuals(scores: Iterable[Score], metric: str, row_class: str) -> list
         and not score.reading.is_noisy
         and not (score.kind == SPEED and score.retry_probability > MAX_RETRY_PROBABILITY)
     ]
+
+
+def _build_residual(score: Score, *, has_derived_time: bool) -> Residual:
+    log_ratio = score.log_ratio / DERIVED_FACTOR if has_derived_time else score.log_ratio
+    return Residual(score.reading.source, score.hardware, log_ratio, has_derived_time=has_derived_time)
 
 
 def forget_source(line: PublishedLine) -> PublishedLine:

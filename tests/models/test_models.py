@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from bench.config.compose import compose_config
 from bench.config.groups import list_config_groups
+from bench.core.errors import UsageError
 from bench.models import Family, load_family
 from bench.models.blocks import group_blocks
 from bench.models.checkpointing import checkpoint_blocks
@@ -205,3 +208,20 @@ def test_ranks_share_the_batch_that_one_process_sees_whole(option: str) -> None:
     parts = [list_labels(rank, 3, 2) for rank in range(3)]
     for micro_batch in range(2):
         assert torch.equal(whole[micro_batch], torch.cat([part[micro_batch] for part in parts]))
+
+
+@pytest.mark.parametrize(
+    ("settings", "refused"),
+    [
+        (("model=moe_tiny", "model.hidden_size=36"), "model.hidden_size=36 is not valid: choose a multiple of 8"),
+        (("model=llama_tiny", "model.hidden_size=36"), "model.hidden_size=36 is not valid: choose a multiple of 8"),
+        (("model=gpt_oss_20b", "model.head_size=7"), "model.head_size=7 is not valid: choose an even number"),
+        (("model=deepseek_v3", "model.rotary_size=7"), "model.rotary_size=7 is not valid: choose an even number"),
+        (("model=deepseek_v2_lite", "model.kv_rank=3"), "model.kv_rank=3 is not valid: choose an even number"),
+        (("model=gemma2_2b", "model.sliding_window=null"), "model.sliding_window=null is not valid: choose a number"),
+        (("model=deepseek_v2_lite", "model.hidden_size=40"), "choose a multiple of model.num_heads=16"),
+    ],
+)
+def test_shapes_that_transformers_does_not_build_are_refused(settings: tuple[str, ...], refused: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(refused)):
+        compose_run_config("mode=predict", *settings)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -252,20 +251,3 @@ def test_widths_that_torch_cannot_multiply_in_groups_are_a_sentence(capsys: pyte
     assert predict.main([*settings, "precision=bf16"]) == 2
     assert "Experts of 36 x 40 weights cannot be multiplied in groups" in capsys.readouterr().err
     assert predict.main([*settings, "precision=fp32"]) == 0
-
-
-@pytest.mark.parametrize(
-    ("settings", "refused"),
-    [
-        (("model=moe_tiny", "model.hidden_size=36"), "model.hidden_size=36 is not valid: choose a multiple of 8"),
-        (("model=llama_tiny", "model.hidden_size=36"), "model.hidden_size=36 is not valid: choose a multiple of 8"),
-        (("model=gpt_oss_20b", "model.head_size=7"), "model.head_size=7 is not valid: choose an even number"),
-        (("model=deepseek_v3", "model.rotary_size=7"), "model.rotary_size=7 is not valid: choose an even number"),
-        (("model=deepseek_v2_lite", "model.kv_rank=3"), "model.kv_rank=3 is not valid: choose an even number"),
-        (("model=gemma2_2b", "model.sliding_window=null"), "model.sliding_window=null is not valid: choose a number"),
-        (("model=deepseek_v2_lite", "model.hidden_size=40"), "choose a multiple of model.num_heads=16"),
-    ],
-)
-def test_heads_that_cannot_be_turned_in_pairs_are_refused(settings: tuple[str, ...], refused: str) -> None:
-    with pytest.raises(UsageError, match=re.escape(refused)):
-        compose_run_config("mode=predict", *settings)
