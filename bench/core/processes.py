@@ -113,14 +113,16 @@ def preload_if_forking(modules: Sequence[str]) -> None:
 def preload_modules(modules: tuple[str, ...]) -> None:
     """Import what ranks need.
 
-    The garbage collector rests meanwhile, since imports leave nothing to collect, and then leaves the imported
-    objects alone for good: neither this process nor those forked from it, which share their pages, walk through them
-    again.
+    The garbage collector rests meanwhile, and then leaves the imported objects alone for good: neither this process
+    nor those forked from it, which share their pages, walk through them again. What imports leave to collect goes
+    before: frames, which would keep those of all callers, and with them all that these compute afterwards.
     """
     gc.disable()
+    gc.freeze()
     try:
         for module in ("torch.distributed.fsdp", "torch.profiler", *modules):
             importlib.import_module(module)
+        gc.collect()
         gc.freeze()
     finally:
         gc.enable()

@@ -31,7 +31,7 @@ class SweepPlan:
     done: list[tuple[RunConfig, str]] = field(default_factory=list)
     """Runs with their recorded status."""
     recorded_rows: dict[str, Record] = field(default_factory=dict)
-    """The rows of those that are done, by run_id."""
+    """The rows of those that are done, by run_id; of predicted ones what `drop_settings` leaves."""
     on_cluster: list[tuple[RunConfig, str]] = field(default_factory=list)
     """Runs that a cluster has already, and in which job."""
     skipped: list[tuple[RunConfig, str]] = field(default_factory=list)
@@ -95,6 +95,14 @@ class SweepPlan:
         self.to_run = [config for config in self.to_run if config.run_id not in reasons]
 
 
+SETTING_COLUMNS = ("config", "requested", "effective", "environment")
+
+
+def drop_settings(row: Record) -> Record:
+    """A row without what its `RunConfig` says, and without where it was made: most of the memory that it takes."""
+    return {name: value for name, value in row.items() if name not in SETTING_COLUMNS}
+
+
 def is_current_result(record: Record | None, config: RunConfig) -> bool:
     """Whether a row is the result of a run: an older predictor's prediction is none."""
     if record is None or record["status"] not in FINISHED_STATUSES:
@@ -154,7 +162,7 @@ def _add_point(
     record = _find_recorded_row(store, config.run_id, force=force)
     if record is not None and is_current_result(record, config):
         plan.done.append((config, record["status"]))
-        plan.recorded_rows[config.run_id] = record
+        plan.recorded_rows[config.run_id] = drop_settings(record) if config.is_predicted else record
     else:
         plan.to_run.append(config)
 

@@ -16,7 +16,7 @@ from bench.hardware.detect import DetectedDevice
 from bench.launch.attempt import format_current_time
 from bench.planning.batch_search import BatchTrial, search_largest_batches
 from bench.planning.run_predictions import RunPrediction, Unpredictable, count_weight_bytes, predict_configs
-from bench.planning.sweep_plan import is_current_result
+from bench.planning.sweep_plan import drop_settings, is_current_result
 from bench.prediction.cache import compute_predictor_version, find_user_packages
 from bench.prediction.parameter_facts import recall_parameter_counts
 from bench.prediction.predicted_row import build_predicted_row
@@ -76,7 +76,7 @@ class PredictedRowWriter:
     started_at: str
 
     def write_rows(self, configs: Sequence[RunConfig], predictions: Sequence[RunPrediction]) -> list[Record]:
-        """Write a row for each run; many are shared among the processors."""
+        """Write a row for each run; many are shared among the processors. What `drop_settings` leaves of them."""
         num_workers = min(os.cpu_count() or 1, len(configs) // MIN_ROWS_PER_PROCESS)
         if num_workers < 2:
             return list(map(self.write_row, configs, predictions))
@@ -84,13 +84,14 @@ class PredictedRowWriter:
             return list(pool.map(self.write_row, configs, predictions, chunksize=ROWS_PER_TASK))
 
     def write_row(self, config: RunConfig, prediction: RunPrediction) -> Record:
-        """Write a row as the next attempt; if somebody else writes at the same time, as the one after."""
+        """Write a row as the next attempt; if somebody else writes at the same time, as the one after. What
+        `drop_settings` leaves of it."""
         row = self._build_row(config, prediction)
         while True:
             row["attempt"] = records.find_next_attempt(self.store, row["run_id"])
             try:
                 records.write_row(self.store, row)
-                return row
+                return drop_settings(row)
             except FileExistsError:
                 continue
 
@@ -113,7 +114,7 @@ class PredictedRowWriter:
 
 
 class SweepPredictor:
-    """Gives the rows of runs, recorded ones as they are.
+    """Gives the rows of runs, as recorded or predicted now, but for their settings (`drop_settings`).
 
     Parameters
     ----------
@@ -141,7 +142,7 @@ class SweepPredictor:
         if not self._force:
             recorded_rows = {run_id: records.read_latest_row(self._store, run_id) for run_id in missing_configs}
             current_rows = {
-                run_id: row
+                run_id: drop_settings(row)
                 for run_id, row in recorded_rows.items()
                 if row is not None and is_current_result(row, missing_configs[run_id])
             }

@@ -32,6 +32,7 @@ from bench.planning.planned_runs import PlannedRunPrediction, predict_planned_ru
 from bench.planning.request import SweepRequest, parse_sweep_request
 from bench.planning.run_predictions import Unpredictable, predict_configs, predict_duration_s
 from bench.planning.sweep_plan import SweepPlan, build_sweep_plan
+from bench.prediction.trace.trace_cache import release_traces
 from bench.records import Record
 from bench.records.schema import FINISHED_STATUSES
 from bench.sweeps.cluster_tables import build_arrays_table, build_submission_text, list_scripts
@@ -364,6 +365,7 @@ def _predict_requested_runs(request: SweepRequest, plan: SweepPlan, console: Con
             failures = [prediction for prediction in predict_configs(configs) if isinstance(prediction, Unpredictable)]
             if len(failures) == plan.size and all(failure.is_impossible for failure in failures):
                 raise UsageError(_format_impossible_sweep([failure.reason for failure in failures]))
+            release_traces()  # tens of megabytes, where thousands of rows are to have room
             predictor.load_or_predict_rows(configs)
     return predictor
 

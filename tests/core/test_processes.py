@@ -358,3 +358,35 @@ def test_a_worker_leaves_alone_what_its_parent_discarded() -> None:
         [sys.executable, "-c", DISCARD_PROCESS_GROUP_THEN_FORK], cwd=ROOT, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
+
+
+LEAKY_IMPORT = """
+def keep_own_frame():
+    try:
+        raise ValueError
+    except ValueError as error:
+        kept = error  # frame, exception and traceback hold each other, and through the traceback all callers' frames
+
+keep_own_frame()
+"""
+
+PRELOADING = """
+import weakref
+from bench.core.processes import preload_modules
+
+class Result: pass
+
+def compute():
+    preload_modules(("leaky",))
+    result = Result()
+    return weakref.ref(result)
+
+assert compute()() is None
+"""
+
+
+@pytest.mark.slow
+def test_what_is_computed_after_preloading_does_not_stay_in_memory(tmp_path: Path) -> None:
+    (tmp_path / "leaky.py").write_text(LEAKY_IMPORT)
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    subprocess.run([sys.executable, "-c", PRELOADING], env=environment, check=True)

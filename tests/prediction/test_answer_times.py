@@ -97,7 +97,7 @@ def test_answers_come_in_units_of_an_import(tmp_path, capsys):
             )
     for name, need in measured.items():
         assert units[name] <= LIMITS[name], name
-        assert need.memory_mib <= MAX_MEMORY_MIB or "runs" in name, name
+        assert need.memory_mib <= MAX_MEMORY_MIB, name
 
 
 def test_layouts_are_searched_in_seconds_per_thousand(tmp_path, capsys):

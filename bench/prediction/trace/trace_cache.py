@@ -164,6 +164,13 @@ def get_loaded_traces() -> dict[KeyAndSize, Trace]:
     return _loaded_traces
 
 
+def release_traces() -> None:
+    """Have no trace in memory any more, where a file remembers them: those that are needed again are read again."""
+    if cache.find_cache_folder() is not None:
+        _loaded_traces.clear()
+        load_scaled_trace.cache_clear()
+
+
 def add_loaded_traces(traces: dict[KeyAndSize, Trace]) -> None:
     """Have the traces of another process in memory."""
     _loaded_traces.update(traces)
