@@ -9,13 +9,13 @@ import socket
 import sys
 from collections.abc import Callable, Iterable
 
-import torch
 from rich.console import Console
 
 from bench.checks.runs import build_results_table, read_driver_version
 from bench.checks.session import CheckReport, check_machine
 from bench.config.run_config import RunConfig
 from bench.core.errors import UsageError
+from bench.core.installation import read_torch_version
 from bench.hardware.detect import DetectedDevice
 from bench.prediction.cache import find_cache_folder
 
@@ -66,7 +66,13 @@ def check_machine_once(
 
 def _compute_machine_key(device: DetectedDevice) -> str:
     """What a check holds for: another GPU, driver or torch wants another one."""
-    parts = (socket.gethostname(), device.name, device.count, read_driver_version(), torch.__version__)
+    parts = (
+        socket.gethostname(),
+        device.name,
+        device.count,
+        read_driver_version(),
+        read_torch_version()["__version__"],
+    )
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 

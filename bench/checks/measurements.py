@@ -10,14 +10,11 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-import torch
-
 from bench.checks.runs import NOT_RUN, SHORT_RUN_SETTINGS, CheckResult, CheckRun, build_check_config
 from bench.core.processes import GROUP_SIGNALS, block_signals
 from bench.core.units import GIB, MIB
 from bench.hardware.detect import DetectedDevice
 from bench.prediction.predictor import predict_run
-from bench.rank.timed_loop import build_step_clock
 
 MAX_OOM_DURATION_S = 15.0
 """From the start of a run to the row that says that it ran out of memory."""
@@ -173,6 +170,10 @@ def check_clock(device: DetectedDevice) -> CheckResult:
 
 def time_loop(device_kind: str) -> tuple[float, float]:
     """Seconds that a loop of products takes, by the clock that times steps and by the wall's."""
+    import torch
+
+    from bench.rank.timed_loop import build_step_clock
+
     device = torch.device(device_kind)
     matrix = torch.full((MATRIX_SIZE, MATRIX_SIZE), 1 / MATRIX_SIZE, device=device)
 

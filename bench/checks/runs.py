@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from rich.table import Table
 from rich.text import Text
 
@@ -168,6 +167,8 @@ MAX_LEFTOVER_BYTES = 256 * MIB
 
 def describe_machine(device: DetectedDevice) -> CheckResult:
     """Device, driver and torch: whether they go together was found out when the device was detected."""
+    import torch
+
     builds = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip}
     torch_build = next((f"{name} {version}" for name, version in builds.items() if version), "CPU build")
     capability = ".".join(map(str, device.capability)) if device.capability else ""
@@ -194,6 +195,8 @@ def read_driver_version() -> str:
 
 def read_used_bytes(device: DetectedDevice) -> dict[int, int]:
     """Memory in use, by anybody, on every visible GPU of which NVML says it, by its number; nothing on a CPU."""
+    import torch
+
     gpu_indices = range(device.count) if device.kind == "cuda" else ()
     usage_by_gpu = {gpu_index: NvmlGpu(torch.device("cuda", gpu_index)).read_usage() for gpu_index in gpu_indices}
     return {gpu_index: usage["used_bytes"] for gpu_index, usage in usage_by_gpu.items() if "used_bytes" in usage}

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from bench.core.errors import ImpossibleError, invalid_value_error
-from bench.models import float8
+from bench.core.precision import require_torchao
 from bench.models.base import ALTERNATE_OPERATORS, OPERATORS, SELECTIVE, find_checkpointing_budget
 from bench.models.checkpointing import CHECKPOINTING_MODES
-from bench.models.chunked_loss import check_chunked_loss
 from bench.strategies import (
     StepSettings,
     require_finetune,
@@ -106,6 +105,8 @@ def check_run(config: RunConfig) -> None:
     _check_compiled_division(config)
     _check_compiled_loss(config)
     if config.loss_chunks is not None:
+        from bench.models.chunked_loss import check_chunked_loss  # builds the model
+
         check_chunked_loss(config.model)
     config.finetune.check(config.model, config.precision, config.hardware.device)
     config.strategy.check_step(
@@ -125,7 +126,7 @@ def check_run(config: RunConfig) -> None:
 def _check_float8_library(config: RunConfig) -> None:
     precision = config.precision
     if precision.uses_torchao:
-        float8.require_torchao(precision)
+        require_torchao(precision)
     elif not config.is_predicted:
         valid = f"tensorwise or rowwise with mode={config.mode}, since no run has its layers; or mode=predict"
         raise invalid_value_error("precision.float8", precision.float8, valid, ImpossibleError)

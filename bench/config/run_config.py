@@ -33,9 +33,7 @@ from bench.hardware import Hardware
 from bench.hardware.hardware_file import convert_earlier_attention
 from bench.models import Family, load_family
 from bench.models.base import SEQUENCE_LENGTH_RANGE
-from bench.models.checkpointing import VALID_CHECKPOINTING
-from bench.models.checkpointing_budget import count_recomputed_flops
-from bench.models.chunked_loss import DEFAULT_LOSS_CHUNKS
+from bench.models.checkpointing import VALID_CHECKPOINTING, records_blocks
 from bench.optimizers import OptimizerConfig, load_optimizer
 from bench.strategies import Strategy, load_strategy, normalize_precision
 
@@ -46,6 +44,8 @@ SECTION_NAMES = ("model", "strategy", "precision", "optimizer", "hardware", "mea
 """Fields of `RunConfig` with fields of their own."""
 
 WHOLE_LOSS, CHUNKED_LOSS, COMPILED_LOSS = "whole", "chunked", "compiled"
+
+DEFAULT_LOSS_CHUNKS = 8
 
 LOSSES = (WHOLE_LOSS, CHUNKED_LOSS, COMPILED_LOSS)
 
@@ -123,8 +123,13 @@ class RunConfig:
         return self.trained_model.count_flops_per_sequence(self.sequence_length).compute_hardware_flops(
             mode,
             loss_in_chunks=self.loss_chunks is not None,
-            recorded_flops=count_recomputed_flops(self.trained_model, self.sequence_length, mode),
+            recorded_flops=self._count_recorded_flops() if records_blocks(mode) else None,
         )
+
+    def _count_recorded_flops(self) -> int | None:
+        from bench.models.checkpointing_budget import count_recomputed_flops  # runs the model on meta
+
+        return count_recomputed_flops(self.trained_model, self.sequence_length, self.activation_checkpointing)
 
     @property
     def effective_strategy(self) -> str:
@@ -135,12 +140,9 @@ class RunConfig:
     @functools.cached_property
     def trained_model(self) -> Family:
         """The model as it is trained: with adapters, if it has some."""
-        handed_dtype = (
-            self.precision.parameter_dtype
-            if self.strategy.uses_autocast(self.precision)
-            else self.precision.compute_dtype
-        )
-        return self.finetune.adapt_family(self.model, self.precision, handed_dtype)
+        uses_autocast = self.strategy.uses_autocast(self.precision)
+        handed_format = self.precision.parameters if uses_autocast else self.precision.compute
+        return self.finetune.adapt_family(self.model, self.precision, handed_format)
 
     @property
     def trained_precision(self) -> Precision:

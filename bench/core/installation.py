@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
+import importlib.util
 import json
+import runpy
+import sys
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlparse
 
 DISTRIBUTION = "fsdp-bench"
@@ -16,6 +21,19 @@ IS_CHECKOUT = (PACKAGE_FOLDER.parent / "conf" / "config.yaml").is_file()
 
 DATA_FOLDER = PACKAGE_FOLDER.parent if IS_CHECKOUT else PACKAGE_FOLDER
 """Holds ``conf``, ``results`` and ``analysis``."""
+
+
+def read_torch_version() -> dict[str, Any]:
+    """What ``torch.version`` says (``__version__``, ``cuda``, ``hip``), of a torch that need not be imported for it: it
+    would take a second and 200 MB."""
+    return vars(sys.modules["torch"].version) if "torch" in sys.modules else _read_version_file()
+
+
+@functools.cache
+def _read_version_file() -> dict[str, Any]:
+    package = importlib.util.find_spec("torch")
+    assert package is not None
+    return runpy.run_path(str(Path(str(package.origin)).with_name("version.py")))
 
 
 def format_install_command(*extras: str, options: str = "") -> str:

@@ -6,6 +6,7 @@ whose path the user types. An installed package brings its YAML in a folder ``co
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.metadata
@@ -17,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from bench.core.errors import invalid_value_error
+from bench.core.errors import UsageError, invalid_value_error
 
 ENTRY_POINT_GROUPS = {
     "bench.strategies": "fsdp_bench.strategies",
@@ -115,6 +116,20 @@ def find_plugin_class(field: str, name: str, package: ModuleType, base_class: An
             field, name, f"a module that defines one subclass of {base_class.__name__}, not {len(classes)}"
         )
     return classes[0]
+
+
+def find_own_plugin_class(field: str, name: str, package: ModuleType, base_class: Any) -> Any:
+    """The same, where nobody's own module will do.
+
+    Raises
+    ------
+    UsageError
+        If no file of the package, and no entry point, has this name.
+    """
+    if "." not in name:
+        with contextlib.suppress(UsageError):
+            return find_plugin_class(field, name, package, base_class)
+    raise invalid_value_error(field, name, list_plugin_names(package, base_class))
 
 
 def find_module_path(name: str, package: ModuleType) -> str:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
-from bench.core.errors import invalid_value_error
+from bench.core.errors import ImpossibleError, invalid_value_error
+from bench.core.installation import format_install_command
 from bench.core.typed_config import OneOf
 
 if TYPE_CHECKING:
@@ -22,6 +24,9 @@ scale and round what others wrote, and weights are rounded once a step (``is_fir
 
 TORCH_DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """torch's names of number formats. Whoever reads rows needs no torch, whose import takes seconds and 200 MB."""
+
+
+FORMAT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 @functools.cache
@@ -92,6 +97,21 @@ class Precision:
         return get_torch_dtype(self.reduce)
 
     @property
+    def parameter_itemsize(self) -> int:
+        """Bytes of a stored parameter."""
+        return FORMAT_BYTES[self.parameters]
+
+    @property
+    def compute_itemsize(self) -> int:
+        """Bytes of an input of matmuls."""
+        return FORMAT_BYTES[self.compute]
+
+    @property
+    def reduce_itemsize(self) -> int:
+        """Bytes of a gradient as it is reduced."""
+        return FORMAT_BYTES[self.reduce]
+
+    @property
     def uses_float8(self) -> bool:
         """Whether linear layers compute in FP8."""
         return self.float8 != "none"
@@ -115,3 +135,12 @@ class Precision:
     def scales_loss(self) -> bool:
         """Whether the loss must be scaled so that small gradients survive (fp16)."""
         return self.compute == "fp16"
+
+
+def require_torchao(precision: Precision) -> None:
+    """Raise `ImpossibleError` where torchao, which only FP8 needs, is missing."""
+    if importlib.util.find_spec("torchao") is None:
+        raise ImpossibleError(
+            f"precision={precision.name} needs torchao, which is not installed: choose bf16, or install the extra fp8 "
+            f"({format_install_command('fp8')})."
+        )

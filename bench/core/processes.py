@@ -25,6 +25,8 @@ from multiprocessing.context import ForkContext, ForkServerContext
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
+from bench.core.installation import read_torch_version
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -53,9 +55,8 @@ os.register_at_fork(after_in_child=gc.freeze)
 @functools.cache
 def can_reach_gpus() -> bool:
     """Whether this torch was built for GPUs and this machine has a driver for some."""
-    import torch
-
-    built_for_gpus = torch.version.cuda is not None or torch.version.hip is not None
+    version = read_torch_version()
+    built_for_gpus = version["cuda"] is not None or version["hip"] is not None
     return built_for_gpus and has_gpu_driver()
 
 
@@ -176,10 +177,11 @@ def open_worker_pool(
 
 def _initialize_worker(initializer: Callable[..., object] | None, initargs: tuple[Any, ...]) -> None:
     """One thread for each: GNU's OpenMP waits forever for the threads of the process that this one was forked from."""
-    import torch
-
     bind_to_parent()
-    torch.set_num_threads(1)
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
+    else:
+        os.environ["OMP_NUM_THREADS"] = "1"  # for a torch that is imported yet
     if initializer is not None:
         initializer(*initargs)
 

@@ -10,10 +10,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-
 from bench.core import plugins
-from bench.core.errors import ImpossibleError, require_choice
+from bench.core.errors import ImpossibleError
 from bench.core.installation import format_install_command
 from bench.core.precision import Precision
 from bench.core.presentation import Presentation, TrainingOption, TrainingTerm
@@ -46,8 +44,9 @@ class Finetune(ABC):
         return tuple(filter(is_installed, self.required_packages)) if device == "cpu" else ()
 
     @abstractmethod
-    def adapt_family(self, family: Family, precision: Precision, storage_dtype: torch.dtype) -> Family:
-        """The model as it is trained. The strategy hands parameters to it in `storage_dtype`."""
+    def adapt_family(self, family: Family, precision: Precision, storage_format: str) -> Family:
+        """The model as it is trained. The strategy hands parameters to it in `storage_format`: fp32, bf16
+        or fp16."""
 
     def find_trained_precision(self, precision: Precision) -> Precision:
         """The formats of what is trained, where weights have those of `precision`."""
@@ -85,10 +84,9 @@ def load_finetune(name: str) -> type[Finetune]:
     UsageError
         If there is none of this name.
     """
-    package = sys.modules[__package__]
-    if "." in name:
-        require_choice("finetune.name", name, plugins.list_plugin_names(package, Finetune))
-    finetune_class: type[Finetune] = plugins.find_plugin_class("finetune.name", name, package, Finetune)
+    finetune_class: type[Finetune] = plugins.find_own_plugin_class(
+        "finetune.name", name, sys.modules[__package__], Finetune
+    )
     return finetune_class
 
 

@@ -34,7 +34,8 @@ from bench.finetune.quantised import (
 )
 from bench.models import Batch, Family, FlopCount
 from bench.models.base import FULL, NONE, StoredFormat, find_checkpointing_interval
-from bench.models.checkpointing import checkpoint_blocks, shorten_family
+from bench.models.block_checkpointing import checkpoint_blocks
+from bench.models.checkpointing import shorten_family
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class AdaptedFamily(Family):
         formats = find_quantised_formats(model) if self.adapter_spec.bits is not None else {}
         if not self.adapter_spec.fp32_adapters:
             return formats
-        itemsize = self.precision.parameter_dtype.itemsize
+        itemsize = self.precision.parameter_itemsize
         frozen = (parameter for parameter in model.parameters() if not parameter.requires_grad)
         return {
             id(parameter): StoredFormat(tuple(parameter.shape), parameter.numel() * itemsize, 0) for parameter in frozen

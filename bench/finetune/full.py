@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from bench.core.precision import Precision
 from bench.finetune.base import Finetune
 from bench.models import Family
@@ -13,5 +11,5 @@ from bench.models import Family
 
 @dataclass(frozen=True)
 class FullFinetune(Finetune):
-    def adapt_family(self, family: Family, precision: Precision, storage_dtype: torch.dtype) -> Family:
+    def adapt_family(self, family: Family, precision: Precision, storage_format: str) -> Family:
         return family

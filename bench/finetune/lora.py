@@ -6,10 +6,8 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
-import torch
-
 from bench.core.errors import ImpossibleError, invalid_value_error
-from bench.core.precision import Precision
+from bench.core.precision import Precision, get_torch_dtype
 from bench.core.presentation import Presentation, TrainingOption, TrainingTerm
 from bench.core.typed_config import Within
 from bench.finetune.adapters import ALL_LINEAR, AdapterSpec
@@ -46,9 +44,10 @@ class LoRA(Finetune):
 
     required_packages: ClassVar[tuple[str, ...]] = ("peft",)
 
-    def adapt_family(self, family: Family, precision: Precision, storage_dtype: torch.dtype) -> Family:
+    def adapt_family(self, family: Family, precision: Precision, storage_format: str) -> Family:
         from bench.finetune.family import AdaptedFamily
 
+        storage_dtype = get_torch_dtype(storage_format)
         return AdaptedFamily(
             family.name, family.family, family.attention, family, self.adapter_spec, precision, storage_dtype
         )

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from bench.core import processes
 from bench.core.errors import ImpossibleError
+from bench.core.installation import read_torch_version
 from bench.core.precision import Precision
 from bench.core.units import GIB
 from bench.hardware import facts
@@ -72,8 +73,8 @@ def detect_device() -> DetectedDevice:
     A machine is taken to have one kind of GPU, that of the first visible one. For a CPU `count` is 0: processes are not
     bound to devices.
     """
-    import torch
-
+    version = read_torch_version()
+    build = version["__version__"], version["cuda"], version["hip"]
     try:
         if processes.can_reach_gpus():
             with processes.open_worker_pool(1) as pool:
@@ -81,15 +82,13 @@ def detect_device() -> DetectedDevice:
         elif processes.has_gpu_driver():
             cuda_setup = facts.query_cuda_setup()
         else:
-            cuda_setup = CudaSetup(torch.__version__, torch.version.cuda, torch.version.hip)
+            cuda_setup = CudaSetup(*build)
     except (TimeoutError, BrokenProcessPool):
         failure = (
             f"CUDA did not start: the process that asked it did not answer within {DRIVER_QUERY_TIMEOUT_S:g} s, or "
             "crashed"
         )
-        cuda_setup = CudaSetup(
-            torch.__version__, torch.version.cuda, torch.version.hip, installed_gpu_names=("a GPU",), failure=failure
-        )
+        cuda_setup = CudaSetup(*build, installed_gpu_names=("a GPU",), failure=failure)
     return choose_device(cuda_setup)
 
 

@@ -11,18 +11,20 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bench import records
 from bench.config.run_config import RunConfig
 from bench.core.files import encode_record
 from bench.core.presentation import format_memory, format_number
-from bench.launch.ranks import RankExit
 from bench.rank import environment
 from bench.rank.row import build_configured_columns, build_environment_columns, build_measured_columns, build_rank_rows
-from bench.rank.run_rank import RankOutcome
 from bench.records import Claim, Record, RunClaimedError, claims
 from bench.records.schema import FORMAT_VERSION
+
+if TYPE_CHECKING:
+    from bench.launch.ranks import RankExit
+    from bench.rank.run_rank import RankOutcome
 
 CONCURRENT_RUNS_INTERVAL_S = 5.0
 """How often to look which other runs are on."""
@@ -275,6 +277,8 @@ def build_outcome_columns(config: RunConfig, rank_exits: Sequence[RankExit]) -> 
 
 def _conclude_outcome(rank_exit: RankExit) -> RankOutcome:
     """What became of a rank that did not live to say it."""
+    from bench.rank.run_rank import RankOutcome
+
     status, error = "error", rank_exit.exit_description
     if rank_exit.killed_by_launcher:
         status, error = "killed", "had not ended when the run had to, and was killed"

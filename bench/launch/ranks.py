@@ -18,15 +18,17 @@ from multiprocessing import connection
 from multiprocessing.context import ForkProcess, ForkServerProcess
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, Self
-
-import torch.distributed as dist
+from typing import TYPE_CHECKING, Any, Self
 
 from bench.config.run_config import RunConfig
 from bench.core import processes
 from bench.rank import environment
-from bench.rank.run_rank import RankCoordinates, RankOutcome, run_rank
 from bench.records.schema import OOM_PHASES
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from bench.rank.run_rank import RankCoordinates, RankOutcome
 
 FAILURE_REPORT_TIMEOUT_S = 2.0
 """After a rank failed, how long the others may take to say that they failed too, before they are killed."""
@@ -176,6 +178,8 @@ def _run_rank_process(
     on_one_host: bool,
     check_node: bool,
 ) -> None:
+    from bench.rank.run_rank import run_rank
+
     processes.bind_to_parent()
     if on_one_host:
         restrict_gloo_to_loopback()
@@ -285,6 +289,8 @@ def serve_tcp_store(address: str, port: int = 0) -> dist.TCPStore:
     OSError
         If the address is not this machine's, or the port is taken.
     """
+    import torch.distributed as dist
+
     address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.create_server((address, port), family=address_family, backlog=1024)
     port = listener.getsockname()[1]
@@ -379,6 +385,8 @@ def connect_to_rendezvous(host: str, port: int, timeout_s: float) -> dist.TCPSto
     torch.distributed.DistError
         If it cannot be reached within the time, which also bounds every later request.
     """
+    import torch.distributed as dist
+
     return dist.TCPStore(host, port, is_master=False, timeout=datetime.timedelta(seconds=timeout_s))
 
 

@@ -38,7 +38,6 @@ from bench.launch.ranks import (
 )
 from bench.planning.request import SweepRequest
 from bench.planning.sweep_plan import compose_run
-from bench.rank.run_rank import RankCoordinates
 from bench.records import Record, claims
 from bench.tracking import NO_TRACKER, TrackerClient
 
@@ -98,6 +97,8 @@ def execute_run(
     OSError
         If the store cannot be written.
     """
+    from bench.rank.run_rank import RankCoordinates
+
     processes.preload_if_forking(config.modules_to_preload)
     write_dead_attempt_row(store, config.run_id)
     attempt = Attempt.begin(config, store, {"process": describe_this_process()}, {"launcher": launcher, "sweep": sweep})
@@ -235,7 +236,7 @@ def compute_model_state_bytes(config: RunConfig) -> int:
             config.precision, states_per_parameter, config.gpus
         )
     else:
-        bits = getattr(config.finetune, "bits", 8 * config.precision.parameter_dtype.itemsize)
+        bits = getattr(config.finetune, "bits", 8 * config.precision.parameter_itemsize)
         bytes_per_weight = bits / 8 * config.gpus / config.strategy.num_parameter_shards
     return round(num_weights * bytes_per_weight * config.active_processes / config.gpus)
 

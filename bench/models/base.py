@@ -7,17 +7,20 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from bench.core import plugins
 from bench.core.errors import ImpossibleError, invalid_value_error
 from bench.core.precision import Precision
 from bench.core.typed_config import OneOf, Within
 from bench.core.units import MIB
-from bench.models.division import LayerDivision, PipelineStageModule
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from bench.models.division import LayerDivision
+    from bench.models.pipeline_stage import PipelineStageModule
 
 
 @dataclass(frozen=True)
@@ -206,7 +209,7 @@ class Family(ABC):
         """Those of `build_model`'s model, and what is trained without being a parameter of a module."""
         return sum(parameter.numel() for parameter in model.parameters())
 
-    @property
+    @functools.cached_property
     def num_active_parameters(self) -> int:
         """Parameters that one token meets: all, but in a mixture of experts."""
         return self.num_parameters
@@ -222,7 +225,9 @@ class Family(ABC):
     def compute_loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Mean cross entropy over all predictions, in fp32 whatever the format of the logits, so that every strategy
         computes the same loss."""
-        return nn.functional.cross_entropy(logits.float().flatten(0, -2), labels.flatten())
+        from torch.nn import functional
+
+        return functional.cross_entropy(logits.float().flatten(0, -2), labels.flatten())
 
     @property
     def block_period(self) -> int:

@@ -21,8 +21,6 @@ from bench.core.errors import ImpossibleError
 from bench.models.base import IGNORED_LABEL, Family
 from bench.models.checkpointing import shorten_family
 
-DEFAULT_LOSS_CHUNKS = 8
-
 SHORTEST_SEQUENCE = 2
 """Tokens of a sequence that has a prediction."""
 

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Self
-
-import torch
-from torch import nn
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from bench.core.errors import ImpossibleError, invalid_value_error
 from bench.core.typed_config import Within
@@ -24,15 +18,15 @@ from bench.models.base import (
     find_undivided_attention_reason,
     require_predicted_positions,
 )
-from bench.models.division import (
-    SEQUENCE_SHARD,
-    LayerDivision,
-    PipelineStageModule,
-    RowwiseEmbedding,
-    build_sequence_split,
-)
-from bench.models.latent_attention import is_latent_attention, list_latent_attention_styles
 from bench.models.pretrained import PretrainedFamily, shorten_list
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from bench.models.division import (
+        LayerDivision,
+    )
+    from bench.models.pipeline_stage import PipelineStageModule
 
 HEAD_DIM = 2
 """The dimension of queries and keys, before they are transposed, that counts heads."""
@@ -165,6 +159,8 @@ class DecoderFamily(PretrainedFamily):
 
     def build_stage(self, model: nn.Module, blocks: range) -> PipelineStageModule:
         """The first stage embeds, the last one has the final norm and the head."""
+        from bench.models.decoder_stage import DecoderPipelineStage
+
         return DecoderPipelineStage(model, blocks)
 
     def find_stage_input_shapes(self, block: int, sequence_length: int) -> tuple[tuple[int, int], ...]:
@@ -177,6 +173,12 @@ def build_decoder_division(model: nn.Module, blocks: nn.ModuleList, *, sequence_
     For models whose layers are called as Llama's. Experts, those that every token goes to too, and what routes tokens
     to them are left whole.
     """
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel
+
+    from bench.models.division import SEQUENCE_SHARD, LayerDivision, RowwiseEmbedding, build_sequence_split
+    from bench.models.latent_attention import is_latent_attention, list_latent_attention_styles
+
     division = LayerDivision()
     hidden_layout = SEQUENCE_SHARD if sequence_parallel else Replicate()
     apart: set[nn.Module] = set()
@@ -218,43 +220,3 @@ def build_decoder_division(model: nn.Module, blocks: nn.ModuleList, *, sequence_
     if sequence_parallel:
         division.parallel_styles.append((blocks[0], build_sequence_split(1)))
     return division
-
-
-class DecoderPipelineStage(PipelineStageModule):
-    """Some blocks of a causal language model, called as its own forward pass calls them.
-
-    It is made of copies of the model and of its decoder that have other blocks; all further modules are the model's.
-    """
-
-    def __init__(self, model: Any, blocks: range) -> None:
-        super().__init__()
-        decoder = _copy_module(model.get_decoder())
-        self._has_embedding, self._has_head = blocks.start == 0, blocks.stop == len(decoder.layers)
-        decoder.layers = nn.ModuleList(decoder.layers[index] for index in blocks)
-        decoder.config = copy.copy(decoder.config)
-        if getattr(decoder.config, "layer_types", None) is not None:
-            decoder.config.layer_types = [decoder.config.layer_types[index] for index in blocks]
-        if not self._has_embedding:
-            del decoder.embed_tokens
-        if self._has_head:
-            self.model = _copy_module(model)
-            self.model.model = decoder
-        else:
-            decoder.norm = nn.Identity()
-            self.model = decoder
-        self.block_lists = (decoder.layers,)
-
-    def forward(self, *stage_inputs: torch.Tensor, **inputs: torch.Tensor) -> tuple[torch.Tensor, ...] | torch.Tensor:
-        """Hidden states, or logits."""
-        if not self._has_embedding:
-            inputs = {name: tensor for name, tensor in inputs.items() if name != "input_ids"}
-            inputs["inputs_embeds"] = stage_inputs[0]
-        outputs = self.model(**inputs)
-        return outputs["logits"] if self._has_head else (outputs["last_hidden_state"],)
-
-
-def _copy_module(module: nn.Module) -> Any:
-    """A module with the same parts, of which others can take the place."""
-    copied_module = copy.copy(module)
-    copied_module._modules = dict(module._modules)
-    return copied_module

@@ -9,6 +9,7 @@ Tables are divided among all ranks (`bench.models.embedding_tables`); the strate
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
@@ -65,7 +66,7 @@ class DHENFamily(Family):
         """With the tables."""
         return super().count_parameters(model) + self.num_tables * self.rows_per_table * self.width
 
-    @property
+    @functools.cached_property
     def num_active_parameters(self) -> int:
         """Of the tables, the rows that a sample names."""
         return self.num_parameters - self.num_tables * (self.rows_per_table - self.ids_per_table) * self.width

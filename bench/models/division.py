@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -184,26 +182,3 @@ def build_sequence_split(num_arguments: int) -> PrepareModuleInput:
 def strip_checkpoint_wrappers(path: str) -> str:
     """A module's path as it is without the wrappers of checkpointing."""
     return path.replace(_CHECKPOINT_PREFIX, "")
-
-
-# --- Stages: a model cut between its blocks into parts that run one after the other, each on devices of its own.
-
-
-class PipelineStageModule(nn.Module):
-    """Some consecutive blocks of a model, with what lies before its first block and behind its last one.
-
-    ``stage(*stage_inputs, **batch.inputs)`` takes what the stage before it hands over (the first one: nothing) and the
-    inputs of the batch by name, and returns what it hands over itself; the last one returns the logits.
-    """
-
-    block_lists: Sequence[nn.ModuleList]
-    """Its blocks, in the order they run."""
-
-    @abstractmethod
-    def forward(self, *stage_inputs: torch.Tensor, **inputs: torch.Tensor) -> tuple[torch.Tensor, ...] | torch.Tensor:
-        """Run the stage."""
-
-
-def copy_sharing_parameters(module: nn.Module) -> nn.Module:
-    """Another module over the same parameters: for parameters that several stages have, each in a module of its own."""
-    return copy.deepcopy(module, {id(parameter): parameter for parameter in module.parameters()})

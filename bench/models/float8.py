@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,22 +20,12 @@ from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInpu
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from bench.core.errors import ImpossibleError
-from bench.core.installation import format_install_command
 from bench.core.precision import Precision
 from bench.models.base import Family
 from bench.models.division import LayerDivision
 
 SIZE_MULTIPLE = 16
 """Of which ``torch._scaled_mm`` wants both sizes of a weight to be."""
-
-
-def require_torchao(precision: Precision) -> None:
-    """Raise `ImpossibleError` where torchao, which only FP8 needs, is missing."""
-    if importlib.util.find_spec("torchao") is None:
-        raise ImpossibleError(
-            f"precision={precision.name} needs torchao, which is not installed: choose bf16, or install the extra fp8 "
-            f"({format_install_command('fp8')})."
-        )
 
 
 def convert_to_float8(family: Family, model: nn.Module, precision: Precision) -> None:

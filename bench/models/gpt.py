@@ -5,12 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
-
-import torch
-from torch import nn
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from bench.core.errors import invalid_value_error
 from bench.core.typed_config import OneOf, Within
@@ -27,18 +22,15 @@ from bench.models.base import (
     find_undivided_attention_reason,
     require_predicted_positions,
 )
-from bench.models.division import (
-    SEQUENCE_SHARD,
-    ColwiseConv1D,
-    LayerDivision,
-    PipelineStageModule,
-    RowwiseConv1D,
-    RowwiseEmbedding,
-    build_sequence_split,
-    strip_checkpoint_wrappers,
-)
-from bench.models.pretrained import ignore_packed_sequences
-from bench.models.pretrained_modules import build_on_meta
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from bench.models.division import (
+        LayerDivision,
+    )
+    from bench.models.pipeline_stage import PipelineStageModule
 
 ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "gelu_new")
 
@@ -72,6 +64,9 @@ class GPTFamily(Family):
         """`GPT2LMHeadModel` on meta."""
         from transformers import GPT2Config
         from transformers.models.gpt2.modeling_gpt2 import GPT2LMHeadModel
+
+        from bench.models.pretrained import ignore_packed_sequences
+        from bench.models.pretrained_modules import build_on_meta
 
         config = GPT2Config(
             vocab_size=self.vocabulary_size,
@@ -107,6 +102,9 @@ class GPTFamily(Family):
 
     def build_batch(self, num_sequences: int, sequence_length: int, generator: torch.Generator) -> Batch:
         """Random tokens, each to be predicted from those before it."""
+        import torch
+        from torch import nn
+
         tokens = torch.randint(0, self.vocabulary_size, (num_sequences, sequence_length), generator=generator)
         next_tokens = nn.functional.pad(tokens[:, 1:], (0, 1), value=IGNORED_LABEL)
         return Batch({"input_ids": tokens}, labels=next_tokens)
@@ -127,6 +125,8 @@ class GPTFamily(Family):
 
     def build_stage(self, model: nn.Module, blocks: range) -> PipelineStageModule:
         """The first stage embeds, the last one has the final norm and the head."""
+        from bench.models.gpt_stage import GPTPipelineStage
+
         return GPTPipelineStage(model, blocks)
 
     def find_stage_input_shapes(self, block: int, sequence_length: int) -> tuple[tuple[int, int], ...]:
@@ -165,6 +165,19 @@ class GPTFamily(Family):
 
     def build_layer_division(self, model: nn.Module, *, sequence_parallel: bool) -> LayerDivision:
         """Attention by heads, of which one matrix holds query, key and value; the feed-forward layer by its width."""
+        from torch.distributed.tensor import Replicate, Shard
+        from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel
+
+        from bench.models.division import (
+            SEQUENCE_SHARD,
+            ColwiseConv1D,
+            LayerDivision,
+            RowwiseConv1D,
+            RowwiseEmbedding,
+            build_sequence_split,
+            strip_checkpoint_wrappers,
+        )
+
         layer_division = LayerDivision()
         hidden_layout = SEQUENCE_SHARD if sequence_parallel else Replicate()
         for name, module in model.named_modules():
@@ -199,38 +212,3 @@ class GPTFamily(Family):
     @property
     def _intermediate_width(self) -> int:
         return self.intermediate_size or 4 * self.hidden_size
-
-
-class GPTPipelineStage(PipelineStageModule):
-    """Some blocks of a `GPT2LMHeadModel`, called as `GPT2Model.forward` calls them."""
-
-    def __init__(self, model: nn.Module, blocks: range) -> None:
-        super().__init__()
-        transformer: Any = model.get_submodule("transformer")
-        self._config = transformer.config
-        self._has_embedding, self._has_head = blocks.start == 0, blocks.stop == len(transformer.h)
-        if self._has_embedding:
-            self.wte, self.wpe, self.drop = transformer.wte, transformer.wpe, transformer.drop
-        self.h = nn.ModuleList(transformer.h[index] for index in blocks)
-        if self._has_head:
-            self.ln_f, self.lm_head = transformer.ln_f, model.get_submodule("lm_head")
-        self.block_lists = (self.h,)
-
-    def forward(self, *stage_inputs: torch.Tensor, **inputs: torch.Tensor) -> tuple[torch.Tensor, ...] | torch.Tensor:
-        from transformers.masking_utils import create_causal_mask
-
-        tokens = inputs["input_ids"]
-        positions = inputs.get("position_ids")
-        if positions is None:
-            positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
-        hidden = self.drop(self.wte(tokens) + self.wpe(positions)) if self._has_embedding else stage_inputs[0]
-        causal_mask = create_causal_mask(
-            config=self._config,
-            inputs_embeds=hidden,
-            attention_mask=None,
-            past_key_values=None,
-            position_ids=positions,
-        )
-        for block in self.h:
-            hidden = block(hidden, None, causal_mask, None, encoder_attention_mask=None, use_cache=False)
-        return self.lm_head(self.ln_f(hidden)) if self._has_head else (hidden,)

@@ -9,16 +9,17 @@ import functools
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
-
-from torch import nn
+from typing import TYPE_CHECKING, Annotated, Any
 
 from bench.core.errors import UsageError, invalid_value_error
 from bench.core.typed_config import OneOf, Within
 from bench.models.base import SEQUENCE_LENGTH_RANGE, Family
-from bench.models.experts import ROUTINGS, Routing
 from bench.models.pretrained import PretrainedFamily, shorten_list
+from bench.models.routing import ROUTINGS, Routing
 from bench.models.tasks import TASKS, Task, find_task_name
+
+if TYPE_CHECKING:
+    from torch import nn
 
 OPTION_NAME = "hf"
 """Of the model whose configuration is read from a file."""
@@ -123,6 +124,8 @@ class HfFamily(PretrainedFamily):
         return self.decoder_sequence_length
 
     def _find_block_list_names(self, model: nn.Module) -> tuple[str, ...]:
+        from torch import nn
+
         if self.block_lists is None:
             return super()._find_block_list_names(model)
         lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]

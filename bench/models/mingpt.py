@@ -8,13 +8,14 @@ embedding. The causal mask that minGPT keeps in every block is a choice (``model
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING, Annotated
 
 from bench.core.typed_config import OneOf
 from bench.models.gpt import ACTIVATIONS, GPTFamily
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 MASK_NAME = "mask"
 
@@ -27,6 +28,9 @@ class MinGPTFamily(GPTFamily):
 
     def build_model(self) -> nn.Module:
         """On meta."""
+        import torch
+        from torch import nn
+
         model = super().build_model()
         model.lm_head = nn.Linear(self.hidden_size, self.vocabulary_size, bias=False, device="meta")
         if self.causal_masks:
@@ -38,6 +42,8 @@ class MinGPTFamily(GPTFamily):
 
     def build_buffer(self, module: nn.Module, name: str, device: torch.device) -> torch.Tensor:
         """A block's mask, ones where a token (row) sees another (column)."""
+        import torch
+
         if name != MASK_NAME:
             return super().build_buffer(module, name, device)
         return torch.ones(self.block_size, self.block_size, device=device).tril_()

@@ -10,7 +10,7 @@ from bench.core.errors import invalid_value_error
 from bench.core.typed_config import OneOf, Within
 from bench.models.base import FlopCount
 from bench.models.decoder import DecoderFamily
-from bench.models.experts import ROUTINGS, Routing
+from bench.models.routing import ROUTINGS, Routing
 
 EXPERT_COUNT_FIELDS = {
     "mixtral": "num_local_experts",

@@ -7,32 +7,18 @@ import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from bench.core.errors import ImpossibleError, invalid_value_error
 from bench.models.base import Batch, Family, FlopCount
 from bench.models.checkpointing import BlockPositions
-from bench.models.experts import (
-    Routing,
-    count_expert_tokens,
-    count_idle_parameters,
-    find_expert_choice,
-    prepare_experts,
-    register_grouped_experts,
-)
-from bench.models.pretrained_modules import (
-    build_on_meta,
-    count_unused_positions,
-    fill_pretrained_buffers,
-    find_block_list_names,
-    find_initial_stds,
-    find_repetition,
-)
+from bench.models.routing import Routing, count_expert_tokens
 from bench.models.tasks import TASKS, Task
-from bench.models.traced_flops import trace_flops
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
 
 DEFAULT_STD = 0.02
 """Of weights that transformers does not initialise."""
@@ -84,6 +70,9 @@ class PretrainedFamily(Family):
         """Parameters on meta, buffers on the CPU with what they hold."""
         import transformers
 
+        from bench.models.experts import prepare_experts, register_grouped_experts
+        from bench.models.pretrained_modules import build_on_meta, fill_pretrained_buffers
+
         ignore_packed_sequences()
         config = self.build_config()
         config.use_cache = False
@@ -109,9 +98,14 @@ class PretrainedFamily(Family):
         return model
 
     def _find_block_list_names(self, model: nn.Module) -> tuple[str, ...]:
+        from bench.models.pretrained_modules import find_block_list_names
+
         return find_block_list_names(model)
 
     def _find_module_facts(self, model: nn.Module) -> ModuleFacts:
+        from bench.models.experts import count_idle_parameters, find_expert_choice
+        from bench.models.pretrained_modules import count_unused_positions, find_repetition
+
         names = self._find_block_list_names(model)
         return ModuleFacts(
             names,
@@ -126,7 +120,7 @@ class PretrainedFamily(Family):
         """Known since the model was built first: where it is traced, another model would be part of the trace."""
         return self._find_module_facts(self.build_model())
 
-    @property
+    @functools.cached_property
     def num_active_parameters(self) -> int:
         """Parameters that one token meets: all but those of the experts that it does not go to. Some publishers leave
         out the embedding, too."""
@@ -168,6 +162,8 @@ class PretrainedFamily(Family):
     @functools.cached_property
     def _initial_stds(self) -> dict[str, float | None]:
         """By name of the parameter: only who draws them needs to know."""
+        from bench.models.pretrained_modules import find_initial_stds
+
         return find_initial_stds(self.build_model())
 
     def find_init_std(self, name: str, parameter: torch.Tensor) -> float | None:
@@ -200,6 +196,8 @@ class PretrainedFamily(Family):
 
     def count_flops_per_sequence(self, sequence_length: int) -> FlopCount:
         """As traced: every matrix product of a forward pass on meta."""
+        from bench.models.traced_flops import trace_flops
+
         return trace_flops(self, sequence_length)
 
     def count_tokens_per_sequence(self, sequence_length: int) -> int:

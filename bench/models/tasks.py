@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from bench.core.errors import ImpossibleError, invalid_value_error
 from bench.models.base import IGNORED_LABEL, SEQUENCE_LENGTH_RANGE, Batch
+
+if TYPE_CHECKING:
+    import torch
 
 MASKED_SHARE = 0.15
 """Of a sequence's tokens that a masked language model predicts: BERT's. As many in every sequence, so that ranks' mean
@@ -57,6 +57,9 @@ class CausalLM(Task):
     def build_batch(
         self, config: Any, num_sequences: int, lengths: tuple[int, int], generator: torch.Generator
     ) -> Batch:
+        import torch
+        from torch import nn
+
         tokens = torch.randint(0, config.vocab_size, (num_sequences, lengths[0]), generator=generator)
         next_tokens = nn.functional.pad(tokens[:, 1:], (0, 1), value=IGNORED_LABEL)
         return Batch({"input_ids": tokens}, labels=next_tokens)
@@ -70,6 +73,9 @@ class Seq2SeqLM(Task):
     def build_batch(
         self, config: Any, num_sequences: int, lengths: tuple[int, int], generator: torch.Generator
     ) -> Batch:
+        import torch
+        from torch import nn
+
         tokens = torch.randint(0, config.vocab_size, (num_sequences, sum(lengths)), generator=generator)
         source, target = (tokens_part.contiguous() for tokens_part in tokens.split(list(lengths), dim=1))
         start = getattr(config, "decoder_start_token_id", None) or 0
@@ -88,6 +94,8 @@ class MaskedLM(Task):
     def build_batch(
         self, config: Any, num_sequences: int, lengths: tuple[int, int], generator: torch.Generator
     ) -> Batch:
+        import torch
+
         tokens = torch.randint(0, config.vocab_size, (num_sequences, lengths[0]), generator=generator)
         num_predicted = max(1, round(MASKED_SHARE * lengths[0]))
         positions = torch.rand(tokens.shape, generator=generator).topk(num_predicted, dim=1).indices
@@ -104,6 +112,8 @@ class ImageClassification(Task):
     def build_batch(
         self, config: Any, num_sequences: int, lengths: tuple[int, int], generator: torch.Generator
     ) -> Batch:
+        import torch
+
         height, width = _get_pair(config.image_size)
         pixels = torch.randn((num_sequences, config.num_channels, height, width), generator=generator)
         classes = torch.randint(0, config.num_labels, (num_sequences,), generator=generator)

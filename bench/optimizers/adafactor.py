@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
-
-import torch
+from typing import TYPE_CHECKING, Annotated, Any
 
 from bench.core.typed_config import OneOf
 from bench.optimizers.base import STEP_COUNTER_BYTES, IsHiddenMatrix, OptimizerConfig
 from bench.optimizers.updated_tensor import FLAT_TENSORS, PARTS, WHOLE_TENSORS, UpdatedTensor
+
+if TYPE_CHECKING:
+    import torch
 
 PASSES = 14
 """Reads and writes of a tensor of the parameters' size per step (torch/optim/_adafactor.py of torch 2.13): the
@@ -52,6 +53,8 @@ class AdafactorConfig(OptimizerConfig):
     def build(
         self, parameters: Iterable[Any], is_hidden_matrix: IsHiddenMatrix = lambda parameter: False
     ) -> torch.optim.Optimizer:
+        import torch
+
         return torch.optim.Adafactor(parameters, lr=self.learning_rate, foreach=self.implementation == "foreach")
 
     def compute_state_bytes(self, tensor: UpdatedTensor, itemsize: int) -> float:

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Annotated, Any
-
-import torch
+from typing import TYPE_CHECKING, Annotated, Any
 
 from bench.core.errors import invalid_value_error
 from bench.core.typed_config import Within
 from bench.optimizers.base import STEP_COUNTER_BYTES, IsHiddenMatrix, OptimizerConfig
 from bench.optimizers.updated_tensor import UpdatedTensor
+
+if TYPE_CHECKING:
+    import torch
 
 PASSES = {"fused": 7, "foreach": 24, "for_loop": 24}
 """Reads and writes of a tensor of the parameters' size per step: parameter, gradient and two states are read, all but
@@ -55,6 +56,8 @@ class AdamWConfig(OptimizerConfig):
 
 
 def build_torch_adamw(parameters: Iterable[Any], learning_rate: float, implementation: str) -> torch.optim.AdamW:
+    import torch
+
     return torch.optim.AdamW(
         parameters, lr=learning_rate, fused=implementation == "fused", foreach=implementation == "foreach"
     )

@@ -5,14 +5,15 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
-
-import torch
+from typing import TYPE_CHECKING, Annotated, Any
 
 from bench.core.typed_config import OneOf
 from bench.optimizers.base import FP32_BYTES, IsHiddenMatrix, OptimizerConfig
 from bench.optimizers.lion import BITSANDBYTES_UNSUPPORTED_REASON
 from bench.optimizers.updated_tensor import FLAT_TENSORS, PARTS, WHOLE_TENSORS, UpdatedTensor
+
+if TYPE_CHECKING:
+    import torch
 
 MIN_8BIT_NUMEL = 4096
 """Tensors with fewer elements keep fp32 states (``min_8bit_size``, bitsandbytes/optim/optimizer.py of 0.50.2)."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
-
-import torch
+from typing import TYPE_CHECKING, Annotated, Any
 
 from bench.core.typed_config import OneOf
 from bench.optimizers.base import FP32_BYTES, STEP_COUNTER_BYTES, IsHiddenMatrix, OptimizerConfig
 from bench.optimizers.updated_tensor import DTENSORS, WHOLE_TENSORS, UpdatedTensor
+
+if TYPE_CHECKING:
+    import torch
 
 MIN_8BIT_NUMEL, BLOCK_SIZE = 4096, 256
 """Tensors with fewer elements, or a number that blocks do not divide, keep states in the parameter's format

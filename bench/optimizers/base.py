@@ -8,13 +8,10 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from bench.core import plugins
-from bench.core.errors import ImpossibleError, require_choice
+from bench.core.errors import ImpossibleError
 from bench.core.installation import format_install_command
 from bench.core.typed_config import OneOf, Within
 from bench.optimizers.updated_tensor import (
@@ -26,11 +23,15 @@ from bench.optimizers.updated_tensor import (
     UpdatedTensor,
 )
 
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
 TORCH_IMPLEMENTATIONS = ("fused", "foreach", "for_loop")
 
 ALL_TENSORS = (WHOLE_TENSORS, PARTS, DTENSORS, DIVIDED_DTENSORS, FLAT_TENSORS)
 
-IsHiddenMatrix = Callable[[nn.Parameter], bool]
+IsHiddenMatrix = Callable[["nn.Parameter"], bool]
 
 FP32_BYTES = 4
 
@@ -172,13 +173,14 @@ def load_optimizer(name: str) -> type[OptimizerConfig]:
     UsageError
         If there is none of this name.
     """
-    require_choice("optimizer.name", name, list_optimizers())
-    return list_optimizers()[name]
+    optimizer_class: type[OptimizerConfig] = plugins.find_own_plugin_class(
+        "optimizer.name", name, sys.modules[__package__], OptimizerConfig
+    )
+    return optimizer_class
 
 
 @functools.cache
 def list_optimizers() -> dict[str, type[OptimizerConfig]]:
     """The classes by their names."""
-    package = sys.modules[__package__]
-    names = plugins.list_plugin_names(package, OptimizerConfig)
-    return {name: plugins.find_plugin_class("optimizer.name", name, package, OptimizerConfig) for name in names}
+    names = plugins.list_plugin_names(sys.modules[__package__], OptimizerConfig)
+    return {name: load_optimizer(name) for name in names}

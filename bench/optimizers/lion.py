@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
-
-import torch
+from typing import TYPE_CHECKING, Annotated, Any
 
 from bench.core.typed_config import OneOf
 from bench.optimizers.base import FP32_BYTES, IsHiddenMatrix, OptimizerConfig
 from bench.optimizers.updated_tensor import FLAT_TENSORS, PARTS, WHOLE_TENSORS, UpdatedTensor
+
+if TYPE_CHECKING:
+    import torch
 
 BITSANDBYTES_UNSUPPORTED_REASON = (
     "bitsandbytes 0.50's kernels are not made for DTensors. Choose strategy ddp, zero1 or fsdp1, or optimizer=adamw"

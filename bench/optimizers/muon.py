@@ -3,11 +3,9 @@ it for embeddings, head, norms and biases, which Muon is not made for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
-
-import torch
+from typing import TYPE_CHECKING, Annotated, Any
 
 from bench.core.typed_config import OneOf, Within
 from bench.optimizers import adamw
@@ -22,6 +20,10 @@ from bench.optimizers.base import (
 )
 from bench.optimizers.updated_tensor import DTENSORS, WHOLE_TENSORS, UpdatedTensor
 
+if TYPE_CHECKING:
+    import torch
+
+
 NEWTON_SCHULZ_STEPS = 5
 """torch's default (``DEFAULT_NS_STEPS`` in torch/optim/_muon.py of torch 2.13)."""
 
@@ -34,23 +36,6 @@ parameter, decayed and updated; and in bf16 its norm and division."""
 
 KERNELS_PER_MATRIX = 8
 """Beside the products."""
-
-
-class OptimizerPair(torch.optim.Optimizer):
-    """Optimizers over different parameters, stepped one after the other, as one over all of them.
-
-    Its groups of parameters are those it is given, as `ZeroRedundancyOptimizer` expects of an optimizer.
-    """
-
-    def __init__(self, groups: Sequence[dict[str, Any]], optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        super().__init__([{"params": list(group["params"])} for group in groups], {})
-        self.optimizers = optimizers
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        for optimizer in self.optimizers:
-            optimizer.step()
-            self.state.update(optimizer.state)
 
 
 @dataclass(frozen=True)
@@ -83,6 +68,10 @@ class MuonConfig(OptimizerConfig):
     def build(
         self, parameters: Iterable[Any], is_hidden_matrix: IsHiddenMatrix = lambda parameter: False
     ) -> torch.optim.Optimizer:
+        import torch
+
+        from bench.optimizers.optimizer_pair import OptimizerPair
+
         groups = list_parameter_groups(parameters)
         hidden_matrices = [
             parameter for group in groups for parameter in group["params"] if is_hidden_matrix(parameter)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
-
-import torch
+from typing import TYPE_CHECKING, Annotated, Any
 
 from bench.core.typed_config import Within
 from bench.optimizers.base import IsHiddenMatrix, OptimizerConfig
 from bench.optimizers.updated_tensor import UpdatedTensor
+
+if TYPE_CHECKING:
+    import torch
 
 PASSES_WITHOUT_STATE, PASSES_PER_STATE = 3, 2
 """Reads and writes of a tensor of the parameters' size per step: parameter and gradient are read, the parameter is
@@ -34,6 +35,8 @@ class SGDConfig(OptimizerConfig):
     def build(
         self, parameters: Iterable[Any], is_hidden_matrix: IsHiddenMatrix = lambda parameter: False
     ) -> torch.optim.Optimizer:
+        import torch
+
         return torch.optim.SGD(
             parameters,
             lr=self.learning_rate,

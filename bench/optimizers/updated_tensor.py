@@ -6,8 +6,10 @@ import functools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from torch import nn
+if TYPE_CHECKING:
+    from torch import nn
 
 WHOLE_TENSORS, PARTS, DTENSORS, DIVIDED_DTENSORS, FLAT_TENSORS = (
     "whole",
@@ -45,6 +47,8 @@ class UpdatedTensor:
 
 def find_hidden_matrices(block_lists: Iterable[Iterable[nn.Module]]) -> list[nn.Parameter]:
     """Parameters of two dimensions within the blocks, but for embeddings such as T5's of relative positions."""
+    from torch import nn
+
     return [
         parameter
         for blocks in block_lists

@@ -19,6 +19,8 @@ class ParameterFacts:
 
     count: int
     """Tied ones once."""
+    active_count: int
+    """Of those that one token meets."""
     longest_first_dimension: int
     """Of any parameter: FSDP shards them on it."""
 
@@ -31,12 +33,16 @@ def find_parameter_facts(model: Family) -> ParameterFacts:
     if entry is not None:
         return ParameterFacts(**entry)
     module = model.build_model()
-    facts = ParameterFacts(model.count_parameters(module), max(parameter.shape[0] for parameter in module.parameters()))
+    vars(model).setdefault("num_parameters", model.count_parameters(module))
+    longest_dimension = max(parameter.shape[0] for parameter in module.parameters())
+    facts = ParameterFacts(model.num_parameters, model.num_active_parameters, longest_dimension)
     cache.write_entries(ENTRY_KIND, {key: vars(facts)})
     return facts
 
 
 def recall_parameter_counts(models: Iterable[Family]) -> None:
-    """Have `Family.num_parameters` known of some models, without building those whose facts are remembered."""
+    """Have the numbers of parameters of some models known, without building those whose facts are remembered."""
     for model in models:
-        vars(model).setdefault("num_parameters", find_parameter_facts(model).count)  # where its cached property looks
+        facts = find_parameter_facts(model)
+        vars(model).setdefault("num_parameters", facts.count)  # where cached properties look
+        vars(model).setdefault("num_active_parameters", facts.active_count)

@@ -13,7 +13,6 @@ from bench.config.run_config import RunConfig
 from bench.core import processes
 from bench.core.progress import track_progress
 from bench.models.checkpointing import find_block_period
-from bench.models.materialize import count_buffer_bytes
 from bench.prediction import cache
 from bench.prediction.cache import build_cache_key
 from bench.prediction.cost import rank_speed
@@ -57,7 +56,6 @@ from bench.prediction.trace.scaled_trace import (
     list_traced_batch_sizes,
     scale_kernels,
 )
-from bench.prediction.trace.stage_trace import StageTraceKey
 from bench.prediction.trace.trace import TraceKey
 from bench.prediction.trace.trace_cache import (
     HashableHardware,
@@ -66,6 +64,7 @@ from bench.prediction.trace.trace_cache import (
     load_scaled_trace,
     load_traces,
 )
+from bench.prediction.trace.traced_blocks import StageTraceKey
 from bench.strategies.step_plan import PARAMETER_MEMORY, StepPlan
 
 MIN_BLOCKS_FOR_PROCESSES = 1280
@@ -298,6 +297,8 @@ def simulate_planned_rank(
     loss: LossMemory | None = None,
 ) -> SimulatedRank:
     """A rank after a step that follows a plan, with another software's loss where one is given."""
+    from bench.models.materialize import count_buffer_bytes
+
     key = build_trace_key(config)
     simulated_rank.allocate("micro-batches", compute_inputs_bytes(config, scaled_trace), "activations")
     simulated_rank.allocate("model's buffers", count_buffer_bytes(config.trained_model, config.gpus), PARAMETER_MEMORY)
@@ -306,7 +307,7 @@ def simulate_planned_rank(
     segments = build_segments(key, config.sequences_per_device, hardware, layer_groups, _find_transfer_speed(config))
     if loss is not None:
         logits_bytes = build_plan_inputs(config, scaled_trace).logits_bytes
-        itemsize = 4 if key.widens_outputs else config.precision.compute_dtype.itemsize
+        itemsize = 4 if key.widens_outputs else config.precision.compute_itemsize
         segments = replace_loss_memory(segments, loss, logits_bytes / itemsize, logits_bytes)
     if config.devices_per_process > 1:
         batch_segments = build_segments(key, config.sequences_per_rank, hardware, layer_groups)

@@ -15,8 +15,8 @@ from torch import nn
 from bench.core.precision import Precision
 from bench.models import Batch, Family, float8
 from bench.models.activation_offload import PinnedTransfer, offload_activations
+from bench.models.block_checkpointing import checkpoint_blocks
 from bench.models.blocks import compile_blocks
-from bench.models.checkpointing import checkpoint_blocks
 from bench.models.chunked_loss import ChunkedLoss
 from bench.models.compiled_loss import compile_loss
 from bench.models.materialize import Materializer

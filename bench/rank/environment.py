@@ -13,19 +13,20 @@ import re
 import shutil
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.distributed as dist
-
-from bench.core.installation import PACKAGE_FOLDER
+from bench.core.installation import PACKAGE_FOLDER, read_torch_version
 from bench.core.units import MIB
 from bench.hardware import Hardware
 from bench.hardware.detect import read_processor_name
 from bench.rank.machine_load import NvmlGpu, format_ranges, list_usable_cpus
+
+if TYPE_CHECKING:
+    import torch
 
 RECORDED_PACKAGES = (
     "torch",
@@ -83,8 +84,8 @@ def describe_software() -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "packages": versions,
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
+        "torch": read_torch_version()["__version__"],
+        "cuda": read_torch_version()["cuda"],
         "nccl": _find_nccl_version(),
         "kernel": platform.release(),
         "processor_cores": os.cpu_count(),
@@ -117,7 +118,11 @@ def list_changed_variables(recorded: Mapping[str, str], environment: Mapping[str
 
 
 def _find_nccl_version() -> str | None:
-    """Of NCCL, or of RCCL, which PyTorch calls by the same name."""
+    """Of NCCL, or of RCCL, which PyTorch calls by the same name; None where torch was not imported: it took no part."""
+    if "torch" not in sys.modules:
+        return None
+    import torch
+
     if torch.version.cuda is None and torch.version.hip is None:
         return None
     try:
@@ -160,6 +165,8 @@ def describe_devices(devices: Sequence[torch.device]) -> dict[str, Any]:
 
     What NVML does not answer is under ``nvml``.
     """
+    import torch
+
     first_device = devices[0]
     if first_device.type != "cuda":
         return {
@@ -172,6 +179,8 @@ def describe_devices(devices: Sequence[torch.device]) -> dict[str, Any]:
 
 
 def _describe_gpu(rank_device: torch.device) -> dict[str, Any]:
+    import torch
+
     properties = torch.cuda.get_device_properties(rank_device)
     gpu = NvmlGpu(rank_device)
     description: dict[str, Any] = {
@@ -186,6 +195,8 @@ def _describe_gpu(rank_device: torch.device) -> dict[str, Any]:
 
 def read_torch_settings(on_gpu: bool) -> dict[str, Any]:
     """Versions and switches of torch that change how fast and how exactly it computes, as they are now."""
+    import torch
+
     readers: dict[str, Callable[[], Any]] = {
         "float32_matmul_precision": torch.get_float32_matmul_precision,
         "deterministic": torch.are_deterministic_algorithms_enabled,
@@ -234,7 +245,7 @@ def _find_cublas_version() -> str | None:
 @functools.cache
 def query_gpu_topology() -> str | None:
     """How the GPUs of this machine are connected, as ``nvidia-smi topo -m`` prints it; None without GPUs."""
-    if torch.version.cuda is None or shutil.which("nvidia-smi") is None:
+    if read_torch_version()["cuda"] is None or shutil.which("nvidia-smi") is None:
         return None
     try:
         return subprocess.run(
@@ -349,6 +360,9 @@ def measure_node_health(hardware: Hardware, device: torch.device, *, num_nodes: 
     num_nodes: int
         Machines that the ranks are spread over.
     """
+    import torch
+    import torch.distributed as dist
+
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     dtype_name = (
         "bf16"
@@ -405,6 +419,8 @@ def compute_expected_gb_s(hardware: Hardware, world_size: int, num_nodes: int) -
 
 
 def _measure_seconds(call: Callable[[], object], device: torch.device) -> float:
+    import torch
+
     def synchronize() -> None:
         if device.type == "cuda":
             torch.cuda.synchronize(device)

@@ -15,12 +15,13 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import torch
-import torch.distributed as dist
+from typing import TYPE_CHECKING, Any
 
 from bench.hardware.facts import decode_text
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
 
 PROC_STAT = Path("/proc/stat")
 
@@ -154,6 +155,8 @@ def limit_cpu_threads(store: dist.Store | None, rank: int, node_ranks: Sequence[
     node_ranks: sequence of int
         All ranks of its machine, which call this together.
     """
+    import torch
+
     if "OMP_NUM_THREADS" in os.environ:
         return
     own_affinity = {"host": socket.gethostname(), "cpus": list_usable_cpus()}
@@ -323,6 +326,8 @@ class NvmlGpu:
 
 def _find_handle(nvml: Any, device: torch.device) -> Any:
     """NVML's handle of a device. torch knows its number, unless it is a part of a GPU (MIG), which has only a name."""
+    import torch
+
     visible_devices = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     device_index = device.index or 0
     if device_index < len(visible_devices) and visible_devices[device_index].startswith("MIG-"):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-REHEARSAL_BACKEND = "rehearsal"
+from bench.rank.backend import REHEARSAL_BACKEND
 
 RECEIVED_STD = 1e-3
 """Spread of what a rank of a pipeline receives from a neighbour that is not there."""

@@ -6,12 +6,13 @@ import math
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-
-import torch
+from typing import TYPE_CHECKING
 
 from bench.config.run_config import RunConfig
 from bench.config.speed_columns import compute_speed_columns
+from bench.core.installation import read_torch_version
 from bench.rank import environment
+from bench.rank.backend import REHEARSAL_BACKEND, choose_backend
 from bench.rank.machine_load import (
     CpuLoad,
     GpuInfo,
@@ -21,11 +22,12 @@ from bench.rank.machine_load import (
     find_gpu_degradations,
     format_ranges,
 )
-from bench.rank.rehearsal_group import REHEARSAL_BACKEND as REHEARSAL
-from bench.rank.run_rank import RankOutcome, choose_backend
-from bench.rank.timed_loop import RankSamples
 from bench.records import Record
 from bench.records.schema import MIN_STEPS_FOR_P95
+
+if TYPE_CHECKING:
+    from bench.rank.run_rank import RankOutcome
+    from bench.rank.timed_loop import RankSamples
 
 
 def compute_slowest_rank_times(step_times_by_rank: Sequence[Sequence[float]]) -> list[float]:
@@ -246,6 +248,7 @@ def build_configured_columns(config: RunConfig) -> Record:
     """The columns that are known before a run starts."""
     values = config.to_dict()
     strategy_values = values["strategy"]
+    backend = REHEARSAL_BACKEND if config.is_rehearsed else choose_backend(config)
     return {
         "run_id": config.run_id,
         "evidence": config.evidence,
@@ -284,7 +287,7 @@ def build_configured_columns(config: RunConfig) -> Record:
         "seed": config.seed,
         "config": values,
         "requested": config.requested,
-        "effective": {**strategy_values, "backend": REHEARSAL if config.is_rehearsed else choose_backend(config)},
+        "effective": {**strategy_values, "backend": backend},
         **{name: value for name, value in strategy_values.items() if name in KNOB_COLUMNS},
         # FSDP2 knows it as a switch, FSDP1 as a choice: one column holds both.
         "backward_prefetch": str(strategy_values["backward_prefetch"]).lower()
@@ -306,7 +309,7 @@ def build_environment_columns(outcomes: list[RankOutcome]) -> Record:
     hosts = sorted({outcome.host for outcome in outcomes})
     return {
         **environment.find_commit(),
-        "torch_version": torch.__version__,
+        "torch_version": read_torch_version()["__version__"],
         "gpu_name": ", ".join(gpu_names) or None,
         "hosts": ",".join(hosts) or environment.get_host_name(),
         **environment.build_health_columns(device_by_rank.values()),

@@ -23,6 +23,7 @@ from bench.core.units import GIB
 from bench.hardware import MemoryLimit
 from bench.models import Batch
 from bench.rank import environment, machine_load, out_of_memory
+from bench.rank.backend import choose_backend
 from bench.rank.engine import Engine, build_engine, build_micro_batches
 from bench.rank.machine_load import limit_cpu_threads
 from bench.rank.rehearsal_group import init_rehearsal_group
@@ -234,14 +235,6 @@ def run_rank(
     if (network_name := read_network()) is not None:
         outcome.device["nccl_network"] = network_name
     return outcome
-
-
-def choose_backend(config: RunConfig) -> str:
-    """The communication library of a run's devices, and gloo beside it where tensors that were offloaded are reduced:
-    NCCL knows none that lie in the machine's memory."""
-    if config.hardware.device == "cpu":
-        return "gloo"
-    return "cpu:gloo,cuda:nccl" if config.strategy.has_host_collectives else "nccl"
 
 
 def build_agreement(kv_store: dist.Store | None, rank: int) -> Callable[[int], int]:

@@ -21,7 +21,7 @@ from bench.models.blocks import group_blocks
 from bench.strategies.base import BuildOptimizer, WrapContext
 from bench.strategies.framework import FrameworkStepper, FrameworkStrategy, PreparedModules, isolate_environment
 from bench.strategies.fsdp.plan import FSDP2Plan
-from bench.strategies.fsdp1.strategy import BACKWARD_PREFETCH_MODES
+from bench.strategies.fsdp1.strategy import find_backward_prefetch
 from bench.strategies.plan_inputs import PlanInputs
 from bench.strategies.step_plan import StepPlan
 from bench.strategies.stepper import Stepper
@@ -205,7 +205,7 @@ class AccelerateStrategy(FrameworkStrategy):
         return {
             "fsdp_version": 1,
             "sharding_strategy": sharding_strategy if self.resolved_sharding_factor > 1 else FSDP1Sharding.NO_SHARD,
-            "backward_prefetch": BACKWARD_PREFETCH_MODES[self.backward_prefetch or "none"],
+            "backward_prefetch": find_backward_prefetch(self.backward_prefetch or "none"),
             "forward_prefetch": self.forward_prefetch,
             "limit_all_gathers": self.limit_all_gathers,
             "use_orig_params": True,

@@ -7,27 +7,29 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
-
-import torch
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from typing import TYPE_CHECKING, ClassVar
 
 from bench.core.errors import ImpossibleError, invalid_value_error
 from bench.core.precision import AUTOCAST_MIXING, Precision
 from bench.core.presentation import Presentation, TrainingOption, TrainingTerm
 from bench.models import Family
-from bench.models.materialize import Materializer
 from bench.optimizers.updated_tensor import WHOLE_TENSORS
 from bench.strategies.pipeline.schedule import Timetable
 from bench.strategies.pipeline.step_plans import StagePlan, StageUnits
 from bench.strategies.plan_inputs import PlanInputs
 from bench.strategies.requirements import parse_rank_count
 from bench.strategies.step_plan import REPLICA_GROUP, SHARD_GROUP, TENSOR_GROUP, WORLD_GROUP, GroupDim, StepPlan
-from bench.strategies.stepper import Stepper
-from bench.strategies.tensor_parallel.split import TensorParallelSplit
 
-BuildOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from bench.models.materialize import Materializer
+    from bench.strategies.stepper import Stepper
+    from bench.strategies.tensor_parallel.split import TensorParallelSplit
+
+BuildOptimizer = Callable[[Iterable["nn.Parameter"]], "torch.optim.Optimizer"]
 """The optimizer that was asked for, over some parameters."""
 
 
@@ -259,9 +261,7 @@ class Strategy(ABC):
     ) -> float:
         """Least bytes that all ranks of the resolved strategy together have when a backward is over, per parameter:
         itself, its gradient and so many states of the optimizer."""
-        return (
-            precision.parameter_dtype.itemsize * (2 + states_per_parameter) * world_size / self.resolved_sharding_factor
-        )
+        return precision.parameter_itemsize * (2 + states_per_parameter) * world_size / self.resolved_sharding_factor
 
     @property
     def first_steady_step(self) -> int:
@@ -350,11 +350,15 @@ class Strategy(ABC):
         self, module: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, keep_gradients: bool
     ) -> Stepper:
         """How gradients are computed and applied: by plain PyTorch, unless a framework does it its own way."""
+        from bench.strategies.stepper import Stepper
+
         return Stepper(optimizer, scaler, keep_gradients)
 
     def clip_gradients(self, module: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float) -> None:
         """Scale the gradients of what `wrap` made of the model so that the norm of all of them, on all ranks, is at
         most `max_norm`."""
+        import torch
+
         torch.nn.utils.clip_grad_norm_(module.parameters(), max_norm)
 
     def plan(self, inputs: PlanInputs) -> StepPlan:
@@ -403,4 +407,6 @@ class Strategy(ABC):
 
     def build_grad_scaler(self, device: torch.device) -> torch.amp.GradScaler:
         """The loss scaler for fp16 that knows where this strategy keeps its gradients."""
+        import torch
+
         return torch.amp.GradScaler(device.type)

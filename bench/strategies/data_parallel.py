@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING
 
 from bench.core.errors import ImpossibleError
 from bench.core.precision import Precision
@@ -34,6 +32,10 @@ from bench.strategies.step_plan import (
     StepPlan,
     name_unit_gradients,
 )
+
+if TYPE_CHECKING:
+    from torch import nn
+
 
 CHUNK_BYTES = 10 * MIB
 """Parameters are sent, and gradients reduced, in chunks of about this size (``buffer_size`` in
@@ -124,6 +126,10 @@ class DataParallelStrategy(Strategy):
 
     def wrap(self, model: nn.Module, context: WrapContext) -> nn.Module:
         """Give the model its weights, on the first GPU, and wrap it."""
+        from torch import nn
+
+        from bench.strategies.autocast import wrap_in_autocast
+
         context.materializer.fill_model(model)
         return nn.DataParallel(wrap_in_autocast(model, context), device_ids=list(range(context.world_size)))
 
@@ -134,32 +140,6 @@ class DataParallelStrategy(Strategy):
     def plan_other_devices(self, inputs: PlanInputs) -> StepPlan:
         """What each of the others does."""
         return OtherDevicePlan(inputs)
-
-
-class AutocastModule(nn.Module):
-    """A model that enters autocast by itself: in whichever thread a copy of it runs.
-
-    ``parallel_apply`` tells its threads whether autocast is on, but not to which format, which every thread keeps for
-    itself: bf16 would become fp16, CUDA's default.
-    """
-
-    def __init__(self, model: nn.Module, device: str, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.model = model
-        self._device, self._dtype = device, dtype
-
-    def forward(self, **inputs: torch.Tensor) -> object:
-        with torch.autocast(self._device, self._dtype):
-            return self.model(**inputs)
-
-
-def wrap_in_autocast(model: nn.Module, context: WrapContext) -> nn.Module:
-    """The model, in a wrapper if its precision is mixed."""
-    return (
-        AutocastModule(model, context.device.type, context.precision.compute_dtype)
-        if context.precision.is_mixed
-        else model
-    )
 
 
 class FirstDevicePlan(ReplicatedPlan):

@@ -1,23 +1,19 @@
 """DistributedDataParallel: a whole model on every rank, gradients averaged in buckets while backward runs."""
 
+from __future__ import annotations
+
 import contextlib
 import dataclasses
 import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
-
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from bench.core.errors import ImpossibleError
-from bench.core.precision import Precision
+from bench.core.precision import Precision, get_torch_dtype
 from bench.core.presentation import FactorLine, Presentation, TrainingOption, TrainingTerm
 from bench.core.typed_config import OneOf, Within
 from bench.core.units import MIB
-from bench.strategies import powersgd
 from bench.strategies.base import Strategy, WrapContext
 from bench.strategies.plan_inputs import ParameterSpec, PlanInputs, ShardingUnit
 from bench.strategies.powersgd import MIN_POWERSGD_START_ITER, PowerSGDPlan
@@ -34,6 +30,13 @@ from bench.strategies.step_plan import (
     name_unit_gradients,
 )
 
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
+
+
 DEFAULT_BUCKET_CAP_MB = 25
 """Of DistributedDataParallel, as its documentation says; a name of its own only torch after 2.11 has for it."""
 
@@ -48,17 +51,17 @@ DDP_FIRST_STEADY_STEP = 3
 """Steps until one is like all later: in the second DDP makes its buckets again, in the order of the first's gradients,
 while the old ones are there (where the graph is static in the third: `DDPStrategy.steps_before_steady`)."""
 
-COMPRESSION_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+COMPRESSION_FORMATS = ("fp16", "bf16")
 """Hooks that compress gradients, and to what."""
 
 
-KEEP_BUFFERS: dict[str, Any] = {
-    "forward_sync_buffers"
-    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
-    else "broadcast_buffers": False
-}
-"""Argument of DDP by which buffers are not sent in every forward pass: they are constants, such as the frequencies of
-rotary embeddings. torch 2.13 has a new name for it."""
+def build_buffer_options() -> dict[str, Any]:
+    """Argument of DDP by which buffers are not sent in every forward pass: they are constants, such as the frequencies
+    of rotary embeddings. torch 2.13 has a new name for it."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    parameters = inspect.signature(DistributedDataParallel).parameters
+    return {"forward_sync_buffers" if "forward_sync_buffers" in parameters else "broadcast_buffers": False}
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,8 @@ class BucketingStrategy(Strategy):
 
     def wrap(self, model: nn.Module, context: WrapContext) -> nn.Module:
         """Give the model its weights and wrap it."""
+        from torch.nn.parallel import DistributedDataParallel
+
         context.materializer.fill_model(model)
         wrapped = DistributedDataParallel(
             model,
@@ -112,7 +117,7 @@ class BucketingStrategy(Strategy):
             gradient_as_bucket_view=self.gradient_as_bucket_view,
             static_graph=self.static_graph,
             init_sync=False,  # every rank has filled its copy with the same values
-            **KEEP_BUFFERS,
+            **build_buffer_options(),
         )
         self.register_bucket_hook(wrapped, context)
         return wrapped
@@ -131,6 +136,8 @@ class BucketingStrategy(Strategy):
     @contextlib.contextmanager
     def control_gradient_sync(self, wrapped: nn.Module, synchronize: bool) -> Iterator[None]:
         """Without synchronisation the gradients stay local until the next synchronised backward."""
+        from torch.nn.parallel import DistributedDataParallel
+
         assert isinstance(wrapped, DistributedDataParallel)
         with contextlib.nullcontext() if synchronize else wrapped.no_sync():
             yield
@@ -176,7 +183,7 @@ class DDPStrategy(BucketingStrategy):
         "reduce buckets that no gradient was put into (fsdp with strategy.sharding_factor=1 replicates as DDP does)"
     )
 
-    communication_hook: Annotated[str, OneOf("none", *COMPRESSION_DTYPES, POWERSGD_HOOK)] = "none"
+    communication_hook: Annotated[str, OneOf("none", *COMPRESSION_FORMATS, POWERSGD_HOOK)] = "none"
     """fp16 or bf16: gradients are compressed to half their size for the all-reduce. powersgd: matrices go as two narrow
     factors, which loses more, and keeps for the next step what it lost. none: they go in the precision's format of
     reductions."""
@@ -211,7 +218,7 @@ class DDPStrategy(BucketingStrategy):
 
     def check_precision(self, precision: Precision) -> None:
         """What is in 16 bits already is not compressed to as many."""
-        if self.communication_hook != "none" and precision.parameter_dtype.itemsize <= 2:
+        if self.communication_hook != "none" and precision.parameter_itemsize <= 2:
             raise ImpossibleError(
                 f"strategy.communication_hook={self.communication_hook} is not valid with precision={precision.name}, "
                 "whose gradients have 16 bits already: choose none."
@@ -229,15 +236,19 @@ class DDPStrategy(BucketingStrategy):
 
     def register_bucket_hook(self, wrapped: DistributedDataParallel, context: WrapContext) -> None:
         """The hook that was asked for, or what converts gradients to the precision's format of reductions."""
+        from bench.strategies.powersgd_hook import register_powersgd_hook
+
         communication_dtype = self.find_communication_dtype(context.precision)
         if communication_dtype != context.precision.parameter_dtype:
             wrapped.register_comm_hook(communication_dtype, all_reduce_in_dtype)
         elif self.communication_hook == POWERSGD_HOOK:
-            powersgd.register_powersgd_hook(wrapped, self.matrix_approximation_rank, self.start_powerSGD_iter)
+            register_powersgd_hook(wrapped, self.matrix_approximation_rank, self.start_powerSGD_iter)
 
     def find_communication_dtype(self, precision: Precision) -> torch.dtype:
         """The format that gradients are all-reduced in."""
-        return COMPRESSION_DTYPES.get(self.communication_hook, super().find_communication_dtype(precision))
+        if self.communication_hook in COMPRESSION_FORMATS:
+            return get_torch_dtype(self.communication_hook)
+        return super().find_communication_dtype(precision)
 
     def build_powersgd_plan(self, inputs: PlanInputs) -> PowerSGDPlan | None:
         if self.communication_hook != POWERSGD_HOOK:
@@ -383,12 +394,16 @@ class DDPPlan(ReplicatedPlan):
 
 def find_bucket_capacities(bucket_cap_mb: int | None) -> tuple[int, int]:
     """Bytes from which on the first bucket, and any other, is sent (null: torch's default)."""
+    import torch.distributed as dist
+
     bucket_bytes = (DEFAULT_BUCKET_CAP_MB if bucket_cap_mb is None else bucket_cap_mb) * MIB
     return (dist._DEFAULT_FIRST_BUCKET_BYTES if bucket_cap_mb is None else bucket_bytes), bucket_bytes
 
 
 def all_reduce_in_dtype(dtype: torch.dtype, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Communication hook that averages a bucket in `dtype`, wider or narrower than the gradients."""
+    import torch.distributed as dist
+
     gradients = bucket.buffer()
     cast_gradients = gradients.to(dtype).div_(dist.get_world_size())
     work = dist.all_reduce(cast_gradients, async_op=True)

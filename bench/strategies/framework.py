@@ -21,7 +21,7 @@ from bench.core.typed_config import OneOf
 from bench.strategies.base import Strategy
 from bench.strategies.ddp import BUCKET_MB_RANGE, DDPStrategy
 from bench.strategies.fsdp.strategy import FSDP2Strategy
-from bench.strategies.fsdp1.strategy import BACKWARD_PREFETCH_MODES, FSDP1Strategy
+from bench.strategies.fsdp1.strategy import BACKWARD_PREFETCH_NAMES, FSDP1Strategy
 from bench.strategies.plan_inputs import PlanInputs
 from bench.strategies.requirements import require_stored_reduce_dtype
 from bench.strategies.sharding import BLOCKS_PER_UNIT_RANGE
@@ -73,7 +73,7 @@ class FrameworkStrategy(Strategy):
     """Of fsdp and fsdp1: transformer blocks whose parameters are gathered as one."""
     forward_prefetch: bool | None
     """Of fsdp1: issue the next unit's all-gather before the current unit's forward."""
-    backward_prefetch: Annotated[str | None, OneOf(*BACKWARD_PREFETCH_MODES)]
+    backward_prefetch: Annotated[str | None, OneOf(*BACKWARD_PREFETCH_NAMES)]
     """Of fsdp1: when to gather the next unit in backward: pre, post or none."""
     limit_all_gathers: bool | None
     """Of fsdp1: at most two all-gathers in flight."""

@@ -136,7 +136,7 @@ class PlanInputs:
 
     @functools.cached_property
     def parameter_itemsize(self) -> int:
-        return self.precision.parameter_dtype.itemsize
+        return self.precision.parameter_itemsize
 
     def compute_stored_bytes(self, parameter: ParameterSpec) -> int:
         """Whole, without scales."""
@@ -156,12 +156,12 @@ class PlanInputs:
     @functools.cached_property
     def reduce_itemsize(self) -> int:
         """Of one element of a gradient that is reduced."""
-        return self.precision.reduce_dtype.itemsize
+        return self.precision.reduce_itemsize
 
     @functools.cached_property
     def cast_itemsize(self) -> int:
         """Of one element of a parameter as the strategy hands it to the model, and of its gradient."""
-        return self.precision.compute_dtype.itemsize if self.casts_parameters else self.parameter_itemsize
+        return self.precision.compute_itemsize if self.casts_parameters else self.parameter_itemsize
 
     def find_compute_itemsize(self, parameter: ParameterSpec) -> int:
         """The same of a parameter that may stay in fp32."""

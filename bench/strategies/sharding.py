@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
-
-import torch
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from bench.core.errors import ImpossibleError
 from bench.core.precision import AUTOCAST_MIXING
 from bench.core.precision import PARAMETER_MIXING as MIXED_PARAMETERS
 from bench.core.typed_config import Within
 from bench.optimizers.updated_tensor import DTENSORS
-from bench.strategies.base import BuildOptimizer, Strategy, WrapContext
+from bench.strategies.base import Strategy, WrapContext
 from bench.strategies.plan_inputs import ParameterSpec, PlanInputs, ShardingUnit
 from bench.strategies.requirements import require_packed_bits
 from bench.strategies.step_plan import (
@@ -35,6 +30,9 @@ from bench.strategies.step_plan import (
     allocate_optimizer_state,
     compute_optimizer_bytes,
 )
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 BLOCKS_PER_UNIT_RANGE = Within(1, 10**6)
 
@@ -98,6 +96,8 @@ class ShardingStrategy(Strategy):
     def build_mesh(self, context: WrapContext) -> DeviceMesh:
         """The mesh (W / F replicas, F shards), its dimensions named as hybrid sharding requires; (W shards) for one
         replica, unless two dimensions were asked for."""
+        from torch.distributed.device_mesh import init_device_mesh
+
         if context.mesh is not None:
             return context.mesh
         if not self.has_replicas(context.world_size):
@@ -257,65 +257,3 @@ class ShardedPlan(StepPlan):
             self._pending_events.append(f"gradient out {unit.index}")
             size = self.compute_gradient_shard_numel(unit) * self.inputs.parameter_itemsize
             device.copy_host_device(self._pending_events[-1], size, REPLICA_STREAM, after=REDUCE_STREAM)
-
-
-# --- An optimizer whose parameters are on the CPU and whose states are on the device, where it updates them.
-
-
-class UploadingOptimizer(torch.optim.Optimizer):
-    """Takes one parameter after the other to the device with its gradient, updates it there and takes it back.
-
-    FSDP2's offloading takes parameters and gradients to the CPU, and with them any optimizer built on them. Here each
-    parameter has a twin on the device on which the optimizer that was asked for is built, so that its states are there
-    to stay; the twin has memory only while it is updated.
-
-    Parameters
-    ----------
-    parameters: iterable of nn.Parameter
-        On the CPU, whole or sharded. Frozen ones stay there.
-    build: callable
-        Builds the optimizer that was asked for over some parameters.
-    device: torch.device
-        Where to update.
-    """
-
-    def __init__(self, parameters: Iterable[nn.Parameter], build: BuildOptimizer, device: torch.device) -> None:
-        super().__init__([parameter for parameter in parameters if parameter.requires_grad], {})
-        self._device_parameters: list[nn.Parameter] = []
-        self._optimizers: list[torch.optim.Optimizer] = []
-        self._storage_bytes: list[int] = []
-        for parameter in self.param_groups[0]["params"]:
-            device_parameter = nn.Parameter(torch.empty_like(_to_local_tensor(parameter), device=device))
-            self._device_parameters.append(device_parameter)
-            self._optimizers.append(build([device_parameter]))
-            self._storage_bytes.append(device_parameter.untyped_storage().nbytes())
-            device_parameter.untyped_storage().resize_(0)
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient."""
-        for parameter, device_parameter, optimizer, storage_bytes in zip(
-            self.param_groups[0]["params"], self._device_parameters, self._optimizers, self._storage_bytes, strict=True
-        ):
-            if parameter.grad is None:
-                continue
-            local_parameter = _to_local_tensor(parameter)
-            device_parameter.untyped_storage().resize_(storage_bytes)
-            device_parameter.copy_(local_parameter, non_blocking=True)
-            device_parameter.grad = _to_local_tensor(parameter.grad).to(device_parameter.device, non_blocking=True)
-            optimizer.step()
-            local_parameter.copy_(device_parameter)
-            device_parameter.grad = None
-            device_parameter.untyped_storage().resize_(0)
-
-    def list_states(self) -> list[Any]:
-        """The state of each parameter, on the device."""
-        return [
-            optimizer.state[device_parameter]
-            for optimizer, device_parameter in zip(self._optimizers, self._device_parameters, strict=True)
-        ]
-
-
-def _to_local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor, its memory shared."""
-    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-from torch import nn
+from typing import TYPE_CHECKING
 
 from bench.core.errors import ImpossibleError
 from bench.core.presentation import Presentation, TrainingOption, TrainingTerm
@@ -12,6 +11,9 @@ from bench.strategies.base import Strategy, WrapContext
 from bench.strategies.plan_inputs import PlanInputs
 from bench.strategies.requirements import require_unsharded
 from bench.strategies.step_plan import ReplicatedPlan, StepPlan
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 @dataclass(frozen=True)

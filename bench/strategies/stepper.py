@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Protocol
-
-import torch
+from typing import TYPE_CHECKING, Protocol
 
 from bench.models import Batch
+
+if TYPE_CHECKING:
+    import torch
 
 TimeSpans = list[tuple[float, float]]
 """Beginnings and ends, in seconds."""

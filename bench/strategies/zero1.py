@@ -5,12 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
-
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from typing import TYPE_CHECKING, ClassVar
 
 from bench.core.precision import Precision
 from bench.core.presentation import Presentation, TrainingOption, TrainingTerm
@@ -20,6 +15,11 @@ from bench.strategies.ddp import DDPPlan, DDPStrategy
 from bench.strategies.plan_inputs import ParameterSpec, PlanInputs
 from bench.strategies.requirements import parse_rank_count
 from bench.strategies.step_plan import ALL_GATHER_STREAM, SHARD_GROUP, WORLD_GROUP, PlanDevice, StepPlan
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+    from torch import nn
 
 DIVIDED_OPTIMIZER_MODULE = "torch.distributed.optim"
 """Which brings torch's compiler along: half a second."""
@@ -113,6 +113,9 @@ class ZeRO1Strategy(DDPStrategy):
         return (DIVIDED_OPTIMIZER_MODULE,)
 
     def build_optimizer(self, module: nn.Module, build: BuildOptimizer) -> torch.optim.Optimizer:
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import init_device_mesh
+
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         group = None
         if self.is_hybrid:
@@ -128,7 +131,7 @@ class ZeRO1Strategy(DDPStrategy):
     ) -> float:
         """Every rank's parameters and gradients, and a copy of the optimizer's states for each group."""
         state_copies = world_size // self.count_divided_ranks(world_size)
-        return precision.parameter_dtype.itemsize * (2 * world_size + state_copies * states_per_parameter)
+        return precision.parameter_itemsize * (2 * world_size + state_copies * states_per_parameter)
 
     def plan(self, inputs: PlanInputs) -> StepPlan:
         """As DDP, with the optimizer divided."""

@@ -94,7 +94,7 @@ def compute_allocated_beside_state(
     layout, data = config.strategy.layout, config.strategy.data  # type: ignore[attr-defined]
     whole_bytes, divided_bytes = state_bytes
     num_parts = 1 if data == "ddp" else layout.get_degree("replicas", "shards", "context", "expert")
-    bytes_per_parameter = (whole_bytes + divided_bytes / num_parts) / config.precision.parameter_dtype.itemsize
+    bytes_per_parameter = (whole_bytes + divided_bytes / num_parts) / config.precision.parameter_itemsize
     state_parts = STATE_PARTS
     if data == "fsdp":
         bytes_per_parameter *= layout.get_degree("shards")
@@ -121,7 +121,7 @@ def compute_waited_seconds(config: RunConfig, micro_batches: MicroBatches) -> fl
         return 0.0
     links, split = config.hardware.speeds.links, config.strategy.build_tensor_parallel_split()
     width: int = config.model.hidden_size  # type: ignore[attr-defined]
-    size: float = micro_batches.size * config.sequence_length * width * config.precision.compute_dtype.itemsize
+    size: float = micro_batches.size * config.sequence_length * width * config.precision.compute_itemsize
     gather_s, num_parts = 0.0, 1
     if split is not None:
         size, num_parts = size / split.context_degree, split.degree

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import submitit
+import torch.distributed as dist
 
 from bench import records
 from bench.config.compose import compose_config
@@ -227,7 +228,7 @@ def test_the_address_towards_others_is_on_the_network_that_leads_there():
 
 def test_a_store_listens_where_it_is_told_and_answers():
     store = ranks.serve_tcp_store("127.0.0.1")
-    other = ranks.dist.TCPStore("127.0.0.1", store.port, is_master=False)
+    other = dist.TCPStore("127.0.0.1", store.port, is_master=False)
     other.set("key", "value")
     assert store.get("key") == b"value"
     with pytest.raises(OSError, match="in use"):

@@ -8,7 +8,7 @@ from torch import nn
 
 from bench.core.errors import UsageError
 from bench.models.activation_offload import HostTransfer, PinnedTransfer, offload_activations
-from bench.models.checkpointing import checkpoint_blocks
+from bench.models.block_checkpointing import checkpoint_blocks
 from bench.models.materialize import Materializer
 from bench.prediction.predictor import predict_run
 from tests.conftest import compose_run_config

@@ -16,7 +16,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from bench.core.errors import ImpossibleError
 from bench.models import Family
 from bench.models.base import FlopCount
-from bench.models.checkpointing import BlockPositions, checkpoint_blocks, is_block_checkpointed
+from bench.models.block_checkpointing import checkpoint_blocks
+from bench.models.checkpointing import BlockPositions, is_block_checkpointed
 from bench.models.checkpointing_budget import (
     FLOPS_PER_BYTE,
     RecordedOperator,

@@ -11,7 +11,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from bench.core.errors import ImpossibleError
-from bench.models.checkpointing import checkpoint_blocks
+from bench.models.block_checkpointing import checkpoint_blocks
 from bench.models.embedding_tables import ADAGRAD_EPSILON, EmbeddingTables, build_table_buffer
 from bench.prediction.cost.collectives import ALL_TO_ALL, CollectiveGroup, compute_collective_seconds
 from bench.prediction.parameter_facts import find_parameter_facts

@@ -12,8 +12,8 @@ from bench.config.compose import compose_config
 from bench.config.groups import list_config_groups
 from bench.core.errors import UsageError
 from bench.models import Family, load_family
+from bench.models.block_checkpointing import checkpoint_blocks
 from bench.models.blocks import group_blocks
-from bench.models.checkpointing import checkpoint_blocks
 from bench.models.materialize import Materializer
 from tests.conftest import compose_run_config
 

@@ -11,9 +11,9 @@ import torch
 
 from bench import predict
 from bench.core.errors import UsageError
-from bench.models.experts import Routing
 from bench.models.materialize import Materializer
 from bench.models.moe import EXPERT_COUNT_FIELDS, MixtureOfExpertsFamily
+from bench.models.routing import Routing
 from bench.models.traced_flops import trace_flops
 from bench.prediction.predictor import predict_runs
 from bench.prediction.run_inputs import build_trace_key

@@ -18,7 +18,7 @@ from bench.prediction.predicted_row import build_predicted_row
 from bench.prediction.prediction import Prediction, TimePrediction
 from bench.prediction.predictor import predict_run, predict_runs
 from bench.prediction.run_inputs import build_trace_key
-from bench.prediction.trace import stage_trace
+from bench.prediction.trace import traced_blocks
 from bench.prediction.trace.step_trace import trace_step
 from bench.strategies.mesh.strategy import MeshStrategy
 from bench.strategies.pipeline.schedule import (
@@ -301,11 +301,11 @@ def test_a_stage_of_three_blocks_is_predicted_from_the_trace_of_longer_ones(name
     monkeypatch.setenv("BENCH_CACHE", "")
     settings = ("gpus=6", "batch_size_per_gpu=12", "strategy.pipeline=3", "strategy.micro_batches=3")
     config = meshed(*OF_THREE_BLOCKS[name], *settings)
-    shorten_list = stage_trace._shorten_list
+    shorten_list = traced_blocks._shorten_list
     traced_counts, predictions = [], []
     for lengthens in (True, False):
         if not lengthens:
-            monkeypatch.setattr(stage_trace, "_shorten_list", lambda blocks, key, _: shorten_list(blocks, key, 0))
+            monkeypatch.setattr(traced_blocks, "_shorten_list", lambda blocks, key, _: shorten_list(blocks, key, 0))
         traces = list_stage_traces(config, build_trace_key(config))
         traced_counts.append({blocks.num_blocks for key, _ in traces for blocks in key.stage_blocks})
         predictions.append(predict_run(config))

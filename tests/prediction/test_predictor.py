@@ -33,7 +33,7 @@ from bench.prediction.prediction import (
 )
 from bench.prediction.predictor import predict_run, predict_runs
 from bench.prediction.simulation.simulated_rank import SimulatedRank
-from bench.prediction.trace import trace_cache
+from bench.prediction.trace import step_trace, trace_cache
 from bench.reporting import read_store
 from bench.strategies.step_plan import ALL_GATHER_STREAM, CAST_STREAM, COMPUTE_STREAM, REDUCE_STREAM
 from bench.validation.measured import parse_recorded_config
@@ -132,7 +132,7 @@ def test_a_prediction_is_made_once(empty_cache, monkeypatch):
     runs = [config(gpus=gpus) for gpus in (8, 16)]
     first = predict_runs(runs)
     monkeypatch.setattr(predictor, "_simulate_run", None)
-    monkeypatch.setattr(trace_cache, "trace_step", None)
+    monkeypatch.setattr(step_trace, "trace_step", None)
     assert predict_runs(runs) == first
     assert predict_runs([runs[1], runs[0], runs[1]]) == [first[1], first[0], first[1]]
 

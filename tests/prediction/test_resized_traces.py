@@ -12,8 +12,8 @@ from bench.prediction.run_inputs import build_trace_key
 from bench.prediction.trace import trace_cache
 from bench.prediction.trace.kernels import WIDE_BATCH
 from bench.prediction.trace.resized_trace import can_resize, resize_trace
-from bench.prediction.trace.stage_trace import StageTraceKey
 from bench.prediction.trace.trace import Trace, TraceKey
+from bench.prediction.trace.traced_blocks import StageTraceKey
 from tests.conftest import SMALL_GPT, SMALL_LLAMA, SMALL_MOE, compose_run_config
 
 ON_H100 = ("hardware=h100_80gb", "mode=predict", "precision=bf16", "sequence_length=64", "batch_size_per_gpu=8")

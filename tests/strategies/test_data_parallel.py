@@ -20,13 +20,13 @@ from bench.core.errors import ImpossibleError
 from bench.hardware.detect import DetectedDevice
 from bench.launch.local import LocalLauncher
 from bench.launch.slurm.launcher import compute_job_shape
-from bench.models.checkpointing import checkpoint_blocks
+from bench.models.block_checkpointing import checkpoint_blocks
 from bench.models.materialize import Materializer
 from bench.prediction.cost import rank_speed
 from bench.prediction.cost.collectives import CollectiveGroup, compute_collective_seconds
 from bench.prediction.predictor import _simulate_period, predict_run
 from bench.rank.memory_probe import CpuMemoryProbe
-from bench.strategies.data_parallel import AutocastModule
+from bench.strategies.autocast import AutocastModule
 from bench.strategies.plan_inputs import ParameterSpec, PlanInputs, ShardingUnit
 from tests.conftest import SMALL_GPT, SMALL_T5, compose_run_config
 from tests.strategies.test_strategy_plans import Notebook

@@ -14,7 +14,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
 
 from bench.core.errors import ImpossibleError, UsageError
-from bench.models.experts import Routing
+from bench.models.routing import Routing
 from bench.rank.engine import build_engine, build_micro_batches
 from bench.rank.rehearsal_group import init_rehearsal_group
 from bench.strategies.mesh.experts import arrange_expert_parameter

@@ -20,7 +20,7 @@ from bench.rank.engine import build_engine, build_micro_batches
 from bench.rank.rehearsal_group import init_rehearsal_group
 from bench.records.schema import COLUMNS
 from bench.strategies.plan_inputs import ParameterSpec, PlanInputs, ShardingUnit
-from bench.strategies.sharding import UploadingOptimizer
+from bench.strategies.uploading_optimizer import UploadingOptimizer
 from tests.conftest import SMALL_GPT, SMALL_T5, compose_run_config
 from tests.strategies.test_strategy_plans import Notebook, config, plan_of, step
 

@@ -14,9 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 from bench.core.errors import ImpossibleError, UsageError
 from bench.prediction.predictor import predict_run
 from bench.rank.rehearsal_group import init_rehearsal_group
-from bench.strategies import powersgd
 from bench.strategies.plan_inputs import ParameterSpec, PlanInputs, ShardingUnit
 from bench.strategies.powersgd import PowerSGDPlan
+from bench.strategies.powersgd_hook import register_powersgd_hook
 from tests.conftest import SMALL_GPT, SMALL_T5, compose_run_config
 from tests.finetune.test_finetune import needs_peft
 from tests.strategies.test_strategy_plans import Notebook, config, plan_of, step
@@ -71,7 +71,7 @@ def two_ranks() -> Iterator[None]:
 def test_the_factors_are_those_of_the_library(two_ranks: None, rank: int) -> None:
     shapes = [(64, 48), (7, 5), (33,), (128, 9), (4, 4, 40)]
     wrapped = DistributedDataParallel(Squares(shapes), static_graph=True, gradient_as_bucket_view=True, init_sync=False)
-    state = powersgd.register_powersgd_hook(wrapped, rank, start_iter=2)
+    state = register_powersgd_hook(wrapped, rank, start_iter=2)
     for _ in range(4):
         wrapped().backward()
     compression = PowerSGDPlan(rank, itemsize=4)
@@ -89,7 +89,7 @@ def test_the_factors_are_those_of_the_library(two_ranks: None, rank: int) -> Non
 
 def test_it_starts_after_as_many_backward_passes_as_are_reduced(two_ranks: None) -> None:
     wrapped = DistributedDataParallel(Squares([(64, 48)]), gradient_as_bucket_view=True, init_sync=False)
-    state = powersgd.register_powersgd_hook(wrapped, 1, start_iter=2)
+    state = register_powersgd_hook(wrapped, 1, start_iter=2)
     for _ in range(3):
         with wrapped.no_sync():
             wrapped().backward()

@@ -15,8 +15,9 @@ from bench.core.errors import ImpossibleError
 from bench.prediction.pipeline.stages import arrange_stage
 from bench.prediction.run_inputs import build_trace_key
 from bench.prediction.simulation.parameter_layout import build_parameter_layout
-from bench.prediction.trace.stage_trace import StageTraceKey, list_stage_blocks, shorten_stage_blocks, trace_stage
+from bench.prediction.trace.stage_trace import trace_stage
 from bench.prediction.trace.trace import trace_from_plain, trace_to_plain
+from bench.prediction.trace.traced_blocks import StageTraceKey, list_stage_blocks, shorten_stage_blocks
 from bench.strategies.base import Strategy
 from bench.strategies.pipeline.schedule import Timetable
 from bench.strategies.plan_inputs import ParameterSpec, PlanInputs, ShardingUnit

@@ -132,7 +132,7 @@ class LayoutBounder:
     def compute_memory_bound(self, layout: Layout) -> float:
         """Bytes that a rank has allocated at its peak, at least: when a backward begins, or when the last is over."""
         precision, states = self.config.precision, self.config.optimizer.states_per_parameter
-        itemsize, parameters = precision.parameter_dtype.itemsize, self._count_parameters(layout)
+        itemsize, parameters = precision.parameter_itemsize, self._count_parameters(layout)
         shards = layout.shards * layout.context * (layout.expert if self._counts_all_experts(layout) else 1)
         is_sharded = layout.data == FSDP_KIND
         state_shards = layout.copies * layout.context if layout.data == ZERO1_KIND else shards if is_sharded else 1
@@ -141,9 +141,9 @@ class LayoutBounder:
         early_gradients, gathered = (gradients if layout.micro_batches > 1 else 0.0), 0.0
         if is_sharded and shards > 1 and not self._has_experts:
             if layout.micro_batches > 1 and not layout.synchronizes:  # whole until the last micro-batch, as reduced
-                early_gradients = BLOCK_SHARE * parameters * precision.reduce_dtype.itemsize
+                early_gradients = BLOCK_SHARE * parameters * precision.reduce_itemsize
             if not layout.reshards:
-                gathered = BLOCK_SHARE * parameters * precision.compute_dtype.itemsize
+                gathered = BLOCK_SHARE * parameters * precision.compute_itemsize
         return lasting + max(gradients, gathered + self._compute_passing_bytes(layout, early_gradients))
 
     def _compute_passing_bytes(self, layout: Layout, gradients: float) -> float:
@@ -170,7 +170,7 @@ class LayoutBounder:
         (length, width), *_ = self.question.model.find_stage_input_shapes(
             0, self.question.sequence_length // (layout.context * layout.tensor)
         )
-        return layout.micro_batch * length * width * self.config.precision.compute_dtype.itemsize
+        return layout.micro_batch * length * width * self.config.precision.compute_itemsize
 
     @property
     def _has_experts(self) -> bool:
@@ -204,13 +204,13 @@ class LayoutBounder:
         ranks = layout.shards * layout.context if layout.data == FSDP_KIND else layout.copies * layout.context
         group = self._find_group(layout.tensor, ranks)
         if layout.data == ZERO1_KIND:
-            return 0.0, self._time(BROADCAST, parameters * precision.parameter_dtype.itemsize, group)
+            return 0.0, self._time(BROADCAST, parameters * precision.parameter_itemsize, group)
         if layout.data != FSDP_KIND or ranks == 1:
             return 0.0, 0.0
         if layout.pipeline > 1:
-            return 0.0, self._time(REDUCE_SCATTER, parameters * precision.reduce_dtype.itemsize, group)
+            return 0.0, self._time(REDUCE_SCATTER, parameters * precision.reduce_itemsize, group)
         passes = 2 if layout.reshards else 1
-        gather_s = self._time(ALL_GATHER, parameters * precision.compute_dtype.itemsize, group)
+        gather_s = self._time(ALL_GATHER, parameters * precision.compute_itemsize, group)
         return BLOCK_SHARE * passes * layout.micro_batches * gather_s, 0.0
 
     def _find_group(self, stride: int, ranks: int) -> CollectiveGroup:

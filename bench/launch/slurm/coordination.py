@@ -16,9 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import torch.distributed as dist
+from typing import TYPE_CHECKING, Any
 
 from bench.config.run_config import RunConfig
 from bench.core.files import replace_file
@@ -33,9 +31,11 @@ from bench.launch.ranks import (
 )
 from bench.rank import environment
 from bench.rank.machine_load import CpuLoad
-from bench.rank.memory_probe import MemoryPeaks
-from bench.rank.run_rank import RankCoordinates, RankOutcome
-from bench.rank.timed_loop import RankSamples
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from bench.rank.run_rank import RankCoordinates
 
 POLL_INTERVAL_S = 0.25
 HEARTBEAT_INTERVAL_S = 2.0
@@ -298,6 +298,8 @@ class RankCoordinator:
         return int(self._call_store(self._kv_store.add, key, increment))
 
     def _call_store(self, request: Callable[..., Any], *arguments: Any) -> Any:
+        import torch.distributed as dist
+
         try:
             return request(*arguments)
         except dist.DistError as error:
@@ -306,6 +308,8 @@ class RankCoordinator:
 
 def _connect_run_store(host: str, port: int, run_number: int) -> dist.Store:
     """Where the ranks of the job's run of this number find each other."""
+    import torch.distributed as dist
+
     return dist.PrefixStore(f"run{run_number}", connect_to_rendezvous(host, port, RENDEZVOUS_TIMEOUT_S))
 
 
@@ -332,6 +336,10 @@ def wait_for_address(path: Path, timeout_s: float) -> tuple[str, int]:
 
 
 def _parse_rank_exit(values: dict[str, Any]) -> RankExit:
+    from bench.rank.memory_probe import MemoryPeaks
+    from bench.rank.run_rank import RankOutcome
+    from bench.rank.timed_loop import RankSamples
+
     outcome = values.pop("outcome")
     if outcome is not None:
         samples = outcome.pop("samples")

@@ -7,14 +7,16 @@ import time
 from dataclasses import dataclass
 from signal import SIGINT, SIGTERM, SIGUSR2
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import submitit
 
 from bench.launch.attempt import get_user_name
 from bench.launch.ranks import StopSignal
 from bench.launch.slurm import job_end
-from bench.rank.run_rank import RankCoordinates
+
+if TYPE_CHECKING:
+    from bench.rank.run_rank import RankCoordinates
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,8 @@ class SlurmJobEnvironment:
         RuntimeError
             If ranks are not numbered node by node, as process groups inside nodes need them to be.
         """
+        from bench.rank.run_rank import RankCoordinates
+
         submitit_environment = submitit.JobEnvironment()
         rank, local_rank, world_size = (
             submitit_environment.global_rank,

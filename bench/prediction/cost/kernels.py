@@ -12,7 +12,6 @@ from bench.hardware import Hardware
 from bench.hardware.speeds import HardwareSpeeds, MatmulSpeed, ProcessorSpeed
 from bench.hardware.sustained_clocks import POWER_EXPONENT, compute_clock_share
 from bench.prediction.cost.attention import build_fp32_attention, choose_attention_kernel, compute_attention_seconds
-from bench.prediction.trace.cpu_memory import find_query_block_size
 from bench.prediction.trace.kernels import (
     ATTENTION,
     ATTENTION_BACKWARD_MATMULS,
@@ -26,6 +25,7 @@ from bench.prediction.trace.kernels import (
     FloatArray,
     IntArray,
     KernelArrays,
+    find_query_block_size,
 )
 
 ATTENTION_KEYS_PER_BLOCK = 512

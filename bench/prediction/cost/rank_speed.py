@@ -7,7 +7,6 @@ import functools
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import torch
 
 from bench.config.run_config import RunConfig
 from bench.core.precision import Precision
@@ -24,8 +23,7 @@ from bench.prediction.simulation.device_memory import AllocatorRetries
 from bench.prediction.simulation.simulated_rank import RankSpeed, SimulatedRank
 from bench.prediction.simulation.step import OptimizerUpdate
 from bench.prediction.trace.kernels import MATMUL, OPERAND_FORMATS, FloatArray, KernelArrays, concatenate_kernels
-from bench.prediction.trace.op_recorder import SEND
-from bench.prediction.trace.trace import TO_DEVICE, TO_HOST
+from bench.prediction.trace.trace import SEND, TO_DEVICE, TO_HOST
 from bench.prediction.trace.trace_cache import HashableHardware
 from bench.strategies.step_plan import REPLICA_GROUP, SHARD_GROUP, RankPlan, StepPlan
 
@@ -194,7 +192,7 @@ def compute_seconds_per_segment(
 
 def predict_device_update(config: RunConfig, tensors: Sequence[UpdatedTensor]) -> OptimizerUpdate:
     """The optimizer's step over tensors, in its order."""
-    optimizer, itemsize = config.optimizer, config.trained_precision.parameter_dtype.itemsize
+    optimizer, itemsize = config.optimizer, config.trained_precision.parameter_itemsize
     is_on_cpu = config.hardware.device == "cpu"
     temporary_bytes = optimizer.compute_temporary_bytes(tensors, itemsize, is_on_cpu=is_on_cpu)
     moved_bytes, num_kernels = optimizer.compute_moved_bytes(tensors, itemsize), optimizer.count_kernels(tensors)
@@ -219,6 +217,8 @@ def predict_device_update(config: RunConfig, tensors: Sequence[UpdatedTensor]) -
 
 def _compute_product_seconds(config: RunConfig, products: Sequence[MatrixProduct]) -> float:
     """Seconds of an optimizer's matrix products, which are in bf16."""
+    import torch
+
     if not products or not is_speed_known(config.hardware, config.precision):
         return 0.0
     itemsize = torch.bfloat16.itemsize
@@ -273,7 +273,7 @@ def add_clipping(config: RunConfig, plan: RankPlan, update: OptimizerUpdate) -> 
     if config.gradient_clip_norm is None:
         return update
     speed, numels = build_rank_speed(config), plan.clipped_numels
-    moved_bytes = CLIPPING_PASSES * sum(numels) * config.trained_precision.parameter_dtype.itemsize
+    moved_bytes = CLIPPING_PASSES * sum(numels) * config.trained_precision.parameter_itemsize
     host = config.hardware.host
     s_per_byte = speed.copy_s_per_byte
     if update.on_host:
@@ -380,7 +380,7 @@ def _predict_planned_update(config: RunConfig, plan: StepPlan) -> OptimizerUpdat
     host_copy_s = plan.host_copy_bytes * memory_s_per_byte
     if plan.updates_on_host:
         moved_bytes = config.optimizer.compute_moved_bytes(
-            plan.updated_tensors, config.trained_precision.parameter_dtype.itemsize
+            plan.updated_tensors, config.trained_precision.parameter_itemsize
         )
         return OptimizerUpdate(host_copy_s + moved_bytes * memory_s_per_byte, 0, 0.0, on_host=True)
     whole_update = predict_device_update(config, plan.updated_tensors)
@@ -395,7 +395,7 @@ def _predict_planned_update(config: RunConfig, plan: StepPlan) -> OptimizerUpdat
     largest_update = predict_device_update(config, [largest_tensor])
     transfer_s_per_byte = add_host_transfers(config, RankSpeed()).transfer_s_per_byte
     num_kernels = max(whole_update.num_kernels, len(plan.updated_tensors))
-    itemsize = config.trained_precision.parameter_dtype.itemsize
+    itemsize = config.trained_precision.parameter_itemsize
     temporary_bytes = largest_update.temporary_bytes + 2 * largest_tensor.numel * itemsize
     transfer_s = plan.optimizer_transfer_bytes * transfer_s_per_byte
     return OptimizerUpdate(whole_update.seconds + transfer_s, num_kernels, temporary_bytes, transfer_s=transfer_s)

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from bench.config.run_config import RunConfig
-from bench.models.materialize import count_buffer_bytes
 from bench.prediction.cost import rank_speed
 from bench.prediction.pipeline.stages import SimulatedPipelineStage, build_pipeline_stages
 from bench.prediction.pipeline.time import predict_pipeline_time
@@ -87,7 +86,7 @@ def simulate_other_loop(
     *stages, last_stage = build_pipeline_stages(config, key, timetable)
     if loss is not None:
         # What a schedule of torch holds of them longer is held by none of the others.
-        num_logits = last_stage.logits_bytes / config.precision.compute_dtype.itemsize
+        num_logits = last_stage.logits_bytes / config.precision.compute_itemsize
         segments = replace_loss_memory(
             [segment for segment, _, _ in last_stage.segments], loss, num_logits, last_stage.logits_bytes
         )
@@ -130,6 +129,8 @@ def _simulate_rank(
     simulated_rank: SimulatedRank,
 ) -> SimulatedRank:
     """Memory of one rank over a step."""
+    from bench.models.materialize import count_buffer_bytes
+
     on_cpu = config.hardware.device == "cpu"
     # On a CPU each share is a view of the whole batch.
     num_sequences = config.batch_size_per_gpu * config.batch_groups if on_cpu else config.sequences_per_rank

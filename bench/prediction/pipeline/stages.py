@@ -7,15 +7,13 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import nn
 
 from bench.config.run_config import RunConfig
 from bench.models import Family
 from bench.models.checkpointing import BlockPositions
-from bench.models.materialize import Materializer
 from bench.prediction.cost import rank_speed
 from bench.prediction.cost.rank_groups import LayerGroups, list_layer_groups
 from bench.prediction.simulation.parameter_layout import (
@@ -33,17 +31,15 @@ from bench.prediction.trace.chunks import (
 )
 from bench.prediction.trace.kernels import MATMUL, FloatArray
 from bench.prediction.trace.scaled_trace import ScaledSegment, list_traced_batch_sizes, scale_kernels
-from bench.prediction.trace.stage_trace import (
-    StageTraceKey,
-    find_handover_dtype,
-    list_stage_blocks,
-    shorten_stage_blocks,
-)
 from bench.prediction.trace.trace import BlockPlace, GradientEvent, LocatedParameter, TraceKey
 from bench.prediction.trace.trace_cache import HashableHardware, load_scaled_trace
+from bench.prediction.trace.traced_blocks import StageTraceKey, list_stage_blocks, shorten_stage_blocks
 from bench.strategies.pipeline.schedule import FORWARD, Timetable
 from bench.strategies.pipeline.step_plans import StagePlan, StageUnits, find_tied_parameters
 from bench.strategies.plan_inputs import ParameterSpec, ShardingUnit
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 @dataclass(frozen=True)
@@ -205,6 +201,8 @@ def _cut_into_stages(
 
 def build_pipeline_stages(config: RunConfig, key: TraceKey, timetable: Timetable) -> list[SimulatedPipelineStage]:
     """Every stage of a run."""
+    from bench.prediction.trace.stage_trace import find_handover_dtype
+
     num_sequences = count_sequences(config, timetable)
     block_ranges = timetable.split_blocks(config.model.num_blocks or 0)
     itemsize = find_handover_dtype(key).itemsize
@@ -251,6 +249,10 @@ def _build_whole_model(family: Family) -> nn.Module:
 @functools.lru_cache(maxsize=256)
 def find_shared_parameters(family: Family, stage_blocks: tuple[range, ...]) -> dict[str, tuple[int, list[int]]]:
     """Parameters that several stages have, by their names in the whole model: elements, and those stages."""
+    import torch
+
+    from bench.models.materialize import Materializer
+
     model = _build_whole_model(family)
     numels = {name: parameter.numel() for name, parameter in model.named_parameters()}
     materializer = Materializer(model, family, torch.device("meta"), seed=0)
@@ -268,7 +270,7 @@ def _compute_logits_bytes(config: RunConfig, key: TraceKey, num_sequences: int) 
     shapes = config.model.find_stage_input_shapes(config.model.num_blocks or 0, config.sequence_length)
     length, width = shapes[0]
     vocabulary = config.model.count_flops_per_sequence(config.sequence_length).outside_blocks / (2 * length * width)
-    itemsize = config.precision.compute_dtype.itemsize
+    itemsize = config.precision.compute_itemsize
     split = config.strategy.build_tensor_parallel_split()
     num_parts = 1 if split is None else split.context_degree * split.degree
     return num_sequences * length * vocabulary * itemsize / num_parts

@@ -332,7 +332,7 @@ def list_tied_all_reduces(config: RunConfig, timetable: Timetable, num_parts: in
         ranks_by_node = Counter(_find_node_of_pipeline_rank(config, rank) for rank in ranks)
         concurrent_groups = 1 if len(ranks_by_node) == 1 else count_concurrent_pipelines(config)
         group = CollectiveGroup(len(ranks), min(ranks_by_node.values()), concurrent_groups)
-        size = numel / num_parts * config.precision.parameter_dtype.itemsize
+        size = numel / num_parts * config.precision.parameter_itemsize
         tied_all_reduces.append(
             TiedGradientAllReduce(ranks, group, _compute_collective_seconds(config, ALL_REDUCE, size, group))
         )

@@ -148,7 +148,7 @@ def find_float8_margins(config: RunConfig, parts: Mapping[str, float]) -> tuple[
     the GPU multiplies no other."""
     if not config.precision.uses_transformer_engine:
         return 0.0, 0.0
-    return parts["activations"] / 2, 2 * parts["parameters"] / config.precision.parameter_dtype.itemsize
+    return parts["activations"] / 2, 2 * parts["parameters"] / config.precision.parameter_itemsize
 
 
 def compute_workspace_bytes(config: RunConfig) -> float:

@@ -5,19 +5,20 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-from torch import nn
+from typing import TYPE_CHECKING
 
 from bench.models import Family
-from bench.models.blocks import find_trained_layers
 from bench.models.checkpointing import BlockPositions, find_block_period
-from bench.models.experts import find_spread_experts, list_experts
 from bench.optimizers import find_hidden_matrices
-from bench.prediction.trace.fake_process_group import split_model
-from bench.prediction.trace.step_trace import locate_parameters, shorten_for_trace
 from bench.prediction.trace.trace import LOSS_PLACE, BlockPlace
+from bench.prediction.trace.traced_blocks import shorten_for_trace
 from bench.strategies.plan_inputs import ParameterSpec, ShardingUnit
-from bench.strategies.tensor_parallel.split import TensorParallelSplit, find_local_shape
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from bench.strategies.tensor_parallel.split import TensorParallelSplit
+
 
 ROOT_LABEL, LOSS_LABEL = "outside the blocks", "loss"
 
@@ -69,6 +70,10 @@ def build_parameter_layout(
     shards_experts_separately: bool
         Whether the experts of each layer are.
     """
+    from bench.models.blocks import find_trained_layers
+    from bench.models.experts import find_spread_experts, list_experts
+    from bench.prediction.trace.fake_process_group import split_model
+
     model = (shorten_for_trace(family, find_block_period(family)) or family).build_model()
     with split_model(split, family, model):
         layers = set(family.find_fp32_modules(model)) if shards_fp32_separately else set()
@@ -88,6 +93,9 @@ def _build_layout(
     layers: set[nn.Module],
     expert_ids: set[int],
 ) -> ParameterLayout:
+    from bench.prediction.trace.step_trace import locate_parameters
+    from bench.strategies.tensor_parallel.split import find_local_shape
+
     fp32_parameter_ids = (
         {id(parameter) for module in family.find_fp32_modules(model) for parameter in module.parameters()}
         if scales_loss

@@ -15,6 +15,8 @@ import torch
 from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dtypes
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bench.prediction.trace.kernels import find_query_block_size
+
 aten = torch.ops.aten
 
 FP32_BYTES = 4
@@ -147,11 +149,6 @@ def _compute_attention_buffers(name: str, args: tuple[Any, ...]) -> int:
     else:
         bytes_per_thread = (num_scores + query_block_size * (head_size + 2)) * FP32_BYTES + rounded_score_bytes
     return torch.get_num_threads() * bytes_per_thread
-
-
-def find_query_block_size(queries: int) -> int:
-    """Queries that the CPU's attention takes at once (the same file)."""
-    return min(256 if queries >= 768 else 64 if queries >= 192 else 32, queries)
 
 
 def _compute_chunk_cat_copies(tensors: list[torch.Tensor], num_chunks: int, output: torch.Tensor) -> int:

@@ -145,3 +145,8 @@ def find_matmul_shape(name: str, args: tuple[Any, ...]) -> MatmulShape:
     tokens = args[0]
     outputs, inputs = args[1].shape if name == MATMUL_8BIT else args[2]
     return 1, tokens.numel() // inputs, outputs, inputs, 1
+
+
+def find_query_block_size(queries: int) -> int:
+    """Queries that the CPU's attention takes at once (``aten/src/ATen/native/cpu/FlashAttentionKernel.cpp``)."""
+    return min(256 if queries >= 768 else 64 if queries >= 192 else 32, queries)

@@ -26,6 +26,7 @@ from bench.prediction.trace.kernel_calls import (
     iterate_tensors,
 )
 from bench.prediction.trace.kernels import KernelRecord
+from bench.prediction.trace.trace import SEND
 from bench.strategies.step_plan import TENSOR_GROUP
 
 WRAPPER_TENSOR_TYPES = (DTensor, AsyncCollectiveTensor)
@@ -44,9 +45,6 @@ are of compiled programs."""
 
 WAITING_OPERATOR = "wait_for_exchange"
 """Of compiled programs: computes nothing, and waits for a collective that went on beside kernels."""
-
-SEND = "send"
-"""What an all-to-all is in which each rank sends everything to one other rank."""
 
 OnCollective = Callable[[str, int, str], Callable[[], None] | None]
 

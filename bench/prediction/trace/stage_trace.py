@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -18,9 +16,9 @@ from torch import nn
 
 from bench.core import processes
 from bench.models import Family, float8
-from bench.models.checkpointing import checkpoint_blocks
-from bench.models.division import PipelineStageModule
+from bench.models.block_checkpointing import checkpoint_blocks
 from bench.models.experts import find_spread_experts
+from bench.models.pipeline_stage import PipelineStageModule
 from bench.optimizers.updated_tensor import find_hidden_matrices
 from bench.prediction.trace.compiled_blocks import compile_blocks
 from bench.prediction.trace.device_operators import use_device_operators
@@ -30,7 +28,6 @@ from bench.prediction.trace.overlapped_exchanges import overlap_exchanges
 from bench.prediction.trace.ring_attention import trace_ring_attention
 from bench.prediction.trace.step_trace import (
     build_traced_loss,
-    count_traced_blocks,
     fill_with_fake_tensors,
     locate_parameters,
 )
@@ -45,103 +42,14 @@ from bench.prediction.trace.trace import (
     sort_simultaneous_frees,
 )
 from bench.prediction.trace.trace_recorder import TraceRecorder
+from bench.prediction.trace.traced_blocks import (
+    StageBlocks,
+    StageTraceKey,
+    is_stage_traced_whole,
+    shorten_staged_family,
+)
 from bench.strategies.plan_inputs import ParameterSpec
 from bench.strategies.tensor_parallel.split import TensorParallelSplit, find_local_shape, localize_parameters
-
-SPARE_TRACED_BLOCKS = 2
-"""Beyond those that are traced: an inner stage needs a block before it and one behind."""
-
-
-@dataclass(frozen=True)
-class StageBlocks:
-    """The blocks of one list that a stage has."""
-
-    list_index: int
-    """Of the list."""
-    num_blocks: int
-    """Number of blocks: no more than are traced, where it stands for a trace."""
-    has_first_block: bool
-    has_last_block: bool
-    first_position: int | None = None
-    """Of its first block in the list, up to where they repeat; None where the first block alone is another than the
-    rest. Of a stage that is not shortened, since what is done to a block depends on it, the position wherever it is."""
-
-
-@dataclass(frozen=True)
-class StageTraceKey:
-    """Everything the trace of a stage depends on but the size of a micro-batch."""
-
-    trace_key: TraceKey
-    stage_blocks: tuple[StageBlocks, ...]
-
-    @property
-    def num_first_blocks(self) -> int:
-        """Blocks of the stage's lists that come before those that repeat, at least one."""
-        return max(_count_first_blocks(self.trace_key, blocks.first_position or 0) for blocks in self.stage_blocks)
-
-
-def list_stage_blocks(block_counts: tuple[int, ...], blocks: range) -> tuple[StageBlocks, ...]:
-    """What a stage has of each list of blocks.
-
-    Parameters
-    ----------
-    block_counts: tuple of int
-        Blocks per list of the whole model.
-    blocks: range
-        The stage's, counted over all lists.
-    """
-    list_bounds = [sum(block_counts[:index]) for index in range(len(block_counts) + 1)]
-    stage_blocks = []
-    for index, (start, end) in enumerate(pairwise(list_bounds)):
-        first, last = max(start, blocks.start), min(end, blocks.stop)
-        if first < last:
-            stage_blocks.append(StageBlocks(index, last - first, first == start, last == end, first - start))
-    return tuple(stage_blocks)
-
-
-def shorten_stage_blocks(
-    stage_blocks: tuple[StageBlocks, ...], key: TraceKey, block_counts: tuple[int, ...]
-) -> tuple[StageBlocks, ...]:
-    """The stage that is traced in a stage's place: long lists are shortened, unless blocks are not alike, or not
-    checkpointed alike. Of a list that has one block less than are traced the trace is that of longer ones, too.
-
-    Parameters
-    ----------
-    block_counts: tuple of int
-        Blocks per list of the whole model.
-    """
-    if _is_traced_whole(key):
-        return stage_blocks
-    return tuple(_shorten_list(blocks, key, block_counts[blocks.list_index]) for blocks in stage_blocks)
-
-
-def _shorten_list(blocks: StageBlocks, key: TraceKey, list_length: int) -> StageBlocks:
-    assert blocks.first_position is not None
-    first_position = min(blocks.first_position, key.num_first_blocks)
-    num_traced = count_traced_blocks(_count_first_blocks(key, first_position), 1)
-    can_lengthen = first_position + num_traced + (not blocks.has_last_block) <= list_length
-    return dataclasses.replace(
-        blocks,
-        num_blocks=num_traced
-        if can_lengthen and blocks.num_blocks == num_traced - 1
-        else min(blocks.num_blocks, num_traced),
-        first_position=None if key.num_first_blocks == 1 else first_position,
-    )
-
-
-def _count_first_blocks(key: TraceKey, first_position: int) -> int:
-    """Blocks before those that repeat, at least one, of a list's from a position on."""
-    return max(1, key.num_first_blocks - first_position)
-
-
-def _is_traced_whole(key: TraceKey) -> bool:
-    return key.block_period > 1 or _shorten_family(key.family) is None
-
-
-@functools.lru_cache(maxsize=64)
-def _shorten_family(family: Family) -> Family | None:
-    """The model that shortened stages are made of."""
-    return family.limit_blocks(count_traced_blocks(family.num_first_blocks, 1) + SPARE_TRACED_BLOCKS)
 
 
 @dataclass(frozen=True)
@@ -162,8 +70,8 @@ class ShortStage:
 def open_short_stage(key: StageTraceKey) -> Iterator[ShortStage]:
     """Within, a stage can be run with fake tensors, as the first of the ranks that share its layers has it."""
     trace_key = key.trace_key
-    is_whole = _is_traced_whole(trace_key)
-    short_family = (None if is_whole else _shorten_family(trace_key.family)) or trace_key.family
+    is_whole = is_stage_traced_whole(trace_key)
+    short_family = (None if is_whole else shorten_staged_family(trace_key.family)) or trace_key.family
     model = short_family.build_model()
     block_counts = tuple(len(blocks) for blocks in short_family.find_block_lists(model))
     model.train()

@@ -18,8 +18,9 @@ from bench.core import processes
 from bench.core.precision import Precision
 from bench.models import Family, float8
 from bench.models.activation_offload import PinnedTransfer, offload_activations
+from bench.models.block_checkpointing import checkpoint_blocks
 from bench.models.blocks import find_trained_layers
-from bench.models.checkpointing import BlockPositions, checkpoint_blocks, shorten_family
+from bench.models.checkpointing import BlockPositions
 from bench.models.chunked_loss import ChunkedLoss
 from bench.models.compiled_loss import LossModule
 from bench.models.experts import list_experts
@@ -38,23 +39,10 @@ from bench.prediction.trace.trace import (
     sort_simultaneous_frees,
 )
 from bench.prediction.trace.trace_recorder import TracedTransfer, TraceRecorder
+from bench.prediction.trace.traced_blocks import shorten_for_trace
 from bench.rank.engine import Engine, disable_autocast
 from bench.strategies import Stepper
 from bench.strategies.tensor_parallel.split import find_local_shape, wrap_like_dtensor
-
-REPEATED_TRACED_BLOCKS = 3
-"""Blocks per list that are traced beside those that come before what repeats: two inner ones, which must be alike, and
-the last. Where blocks are not alike, or not checkpointed alike, there is a period instead of each."""
-
-
-def count_traced_blocks(num_first: int, period: int) -> int:
-    """Blocks per list that a trace has at most."""
-    return num_first + REPEATED_TRACED_BLOCKS * period
-
-
-def shorten_for_trace(family: Family, period: int) -> Family | None:
-    """The family with the blocks that a trace has; None where it cannot be shortened."""
-    return shorten_family(family, count_traced_blocks(family.num_first_blocks, period), period)
 
 
 def trace_step(key: TraceKey, batch_size: int, *, whole_model: bool = False) -> Trace:

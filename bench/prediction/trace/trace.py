@@ -6,7 +6,7 @@ It is cut where blocks begin, so that a strategy's actions can be put in between
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bench.config.run_id import to_plain_value
 from bench.core.precision import Precision
@@ -15,7 +15,9 @@ from bench.models.checkpointing import find_block_period
 from bench.prediction.trace.kernels import KernelRecord
 from bench.strategies.plan_inputs import ParameterSpec
 from bench.strategies.step_plan import TENSOR_GROUP
-from bench.strategies.tensor_parallel.split import TensorParallelSplit
+
+if TYPE_CHECKING:
+    from bench.strategies.tensor_parallel.split import TensorParallelSplit
 
 BlockPlace = tuple[int, int] | None
 """Block list and position in it; None for what lies outside the blocks."""
@@ -29,6 +31,8 @@ LOSS_PLACE = (-1, 0)
 END_PHASE = "end"
 """The phase between a backward pass and what comes next, in which logits and loss are let go."""
 
+SEND = "send"
+"""What an all-to-all is in which each rank sends everything to one other rank."""
 
 TO_HOST, TO_DEVICE = "to-host", "to-device"
 """What is noted as a collective, since computation waits for it as well: copies of activations that are offloaded."""

@@ -15,18 +15,16 @@ from bench.hardware import Hardware
 from bench.models.base import NONE
 from bench.prediction import cache
 from bench.prediction.cache import build_cache_key
-from bench.prediction.trace.fake_process_group import keep_process_group
 from bench.prediction.trace.kernels import WIDE_BATCH
 from bench.prediction.trace.resized_trace import can_resize, resize_trace
 from bench.prediction.trace.scaled_trace import ScaledTrace, build_scaled_trace
-from bench.prediction.trace.stage_trace import StageTraceKey, trace_stage
-from bench.prediction.trace.step_trace import trace_step
 from bench.prediction.trace.trace import (
     Trace,
     TraceKey,
     trace_from_plain,
     trace_to_plain,
 )
+from bench.prediction.trace.traced_blocks import StageTraceKey
 
 MIN_TRACES_FOR_PROCESSES = 4
 """Traces to record from which on it pays to share the work among processes."""
@@ -38,6 +36,9 @@ KeyAndSize = tuple[TraceKey | StageTraceKey, int]
 
 def record_trace(key: TraceKey | StageTraceKey, batch_size: int) -> Trace:
     """Of a model, or of one stage of it."""
+    from bench.prediction.trace.stage_trace import trace_stage
+    from bench.prediction.trace.step_trace import trace_step
+
     return trace_stage(key, batch_size) if isinstance(key, StageTraceKey) else trace_step(key, batch_size)
 
 
@@ -128,6 +129,8 @@ def _share_groups(groups: list[TraceGroup], num_workers: int) -> list[TraceGroup
 
 def _record_group(group: TraceGroup) -> dict[KeyAndSize, Trace | Exception]:
     """Each trace, or what was raised instead."""
+    from bench.prediction.trace.fake_process_group import keep_process_group
+
     outcomes: dict[KeyAndSize, Trace | Exception] = {}
     with keep_process_group():
         for key, sizes in group:

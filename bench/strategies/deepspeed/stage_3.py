@@ -72,7 +72,7 @@ class DeepSpeedStage3Plan(StepPlan):
     def __init__(self, inputs: PlanInputs, knobs: Stage3Knobs) -> None:
         super().__init__(inputs)
         self._knobs = knobs
-        self._compute_itemsize = inputs.precision.compute_dtype.itemsize
+        self._compute_itemsize = inputs.precision.compute_itemsize
         self._reduce_itemsize = inputs.reduce_itemsize
         self._parameters = {
             _build_parameter_key(unit, parameter): parameter for unit in inputs.units for parameter in unit.parameters

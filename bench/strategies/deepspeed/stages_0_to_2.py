@@ -80,7 +80,7 @@ class DeepSpeedStage1And2Plan(StepPlan):
         self._partitions_gradients = partitions_gradients
         self._overlaps_reduction = overlaps
         self._bucket_numel = bucket_numel
-        self._compute_itemsize = inputs.precision.compute_dtype.itemsize
+        self._compute_itemsize = inputs.precision.compute_itemsize
         self._reduce_itemsize = inputs.reduce_itemsize
         self._buffer_itemsize = self._compute_itemsize
         self._casts_gradients = self._compute_itemsize != self._reduce_itemsize
@@ -278,7 +278,7 @@ class DeepSpeedBf16Stage1Plan(StepPlan):
 
     def __init__(self, inputs: PlanInputs) -> None:
         super().__init__(inputs)
-        self._compute_itemsize = inputs.precision.compute_dtype.itemsize
+        self._compute_itemsize = inputs.precision.compute_itemsize
         alignment = 2 * inputs.world_size
         self._padded_numel = (
             -(-sum(parameter.numel for parameter in inputs.trained_parameters) // alignment) * alignment

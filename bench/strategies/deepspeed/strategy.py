@@ -238,12 +238,12 @@ class DeepSpeedStrategy(Strategy):
         they are computed with, parameters (up to stage 2 every rank's) and gradients (in stage 1 every rank's)."""
         if self.stage == 0:
             return super().compute_state_bytes_per_parameter(precision, states_per_parameter, world_size)
-        replicated_bytes = precision.compute_dtype.itemsize * world_size
-        gradient_bytes = replicated_bytes if self.stage == 1 else precision.compute_dtype.itemsize
+        replicated_bytes = precision.compute_itemsize * world_size
+        gradient_bytes = replicated_bytes if self.stage == 1 else precision.compute_itemsize
         return (
             replicated_bytes / self.resolved_sharding_factor
             + gradient_bytes
-            + precision.parameter_dtype.itemsize * (1 + states_per_parameter)
+            + precision.parameter_itemsize * (1 + states_per_parameter)
         )
 
     def check_installed(self) -> None:

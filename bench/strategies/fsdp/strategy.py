@@ -7,22 +7,21 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
-
-import torch
-from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from typing import TYPE_CHECKING, Any
 
 from bench.core.errors import ImpossibleError
 from bench.core.presentation import FactorLine, Presentation, TrainingOption, TrainingTerm
-from bench.models.blocks import group_blocks
 from bench.optimizers.updated_tensor import DTENSORS, PARTS
 from bench.strategies.base import BuildOptimizer, Strategy, WrapContext
 from bench.strategies.fsdp.plan import FSDP2Plan, choose_sharded_dimension
 from bench.strategies.plan_inputs import PlanInputs
-from bench.strategies.sharding import ShardingStrategy, UploadingOptimizer
+from bench.strategies.sharding import ShardingStrategy
 from bench.strategies.step_plan import StepPlan
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from torch.distributed.fsdp import FSDPModule
 
 
 @dataclass(frozen=True)
@@ -172,6 +171,11 @@ class FSDP2Strategy(ShardingStrategy):
 
         What is not stored as it is drawn, as quantised weights, is filled just before its unit is sharded.
         """
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+        from torch.distributed.tensor import Shard
+
+        from bench.models.blocks import group_blocks
+
         casts_parameters = context.precision.is_mixed and not self.uses_autocast(context.precision)
         fp32_layers = (
             list(context.family.find_fp32_modules(model)) if context.precision.scales_loss and casts_parameters else []
@@ -221,12 +225,19 @@ class FSDP2Strategy(ShardingStrategy):
     @contextlib.contextmanager
     def control_gradient_sync(self, wrapped: nn.Module, synchronize: bool) -> Iterator[None]:
         """Without synchronisation every rank keeps whole, unsharded gradients until the next reduce-scatter."""
+        from torch.distributed.fsdp import FSDPModule
+
         assert isinstance(wrapped, FSDPModule)
         wrapped.set_requires_gradient_sync(synchronize)
         yield
 
     def build_optimizer(self, module: nn.Module, build: BuildOptimizer) -> torch.optim.Optimizer:
         """Over the shards, wherever they are; or, if they alone are on the CPU, one that updates them on the device."""
+        import torch
+        from torch.distributed.tensor import DTensor
+
+        from bench.strategies.uploading_optimizer import UploadingOptimizer
+
         if self.optimizer_on_device:
             parameters = list(module.parameters())
             assert isinstance(parameters[0], DTensor)

@@ -7,23 +7,11 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any
-
-import torch
-from torch import nn
-from torch.distributed.fsdp import (
-    BackwardPrefetch,
-    CPUOffload,
-    FullyShardedDataParallel,
-    MixedPrecision,
-)
-from torch.distributed.fsdp import ShardingStrategy as FSDP1Sharding
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from typing import TYPE_CHECKING, Annotated, Any
 
 from bench.core.errors import ImpossibleError
 from bench.core.presentation import FactorLine, Presentation, TrainingTerm
 from bench.core.typed_config import OneOf
-from bench.models.blocks import find_trained_layers, group_blocks
 from bench.optimizers.updated_tensor import FLAT_TENSORS, WHOLE_TENSORS
 from bench.strategies.base import StepSettings, WrapContext
 from bench.strategies.fsdp1.plan import FSDP1Plan
@@ -31,7 +19,24 @@ from bench.strategies.plan_inputs import PlanInputs
 from bench.strategies.sharding import ShardingStrategy
 from bench.strategies.step_plan import StepPlan
 
-BACKWARD_PREFETCH_MODES = {"pre": BackwardPrefetch.BACKWARD_PRE, "post": BackwardPrefetch.BACKWARD_POST, "none": None}
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from torch.distributed.fsdp import (
+        BackwardPrefetch,
+    )
+
+
+BACKWARD_PREFETCH_NAMES = {"pre": "BACKWARD_PRE", "post": "BACKWARD_POST", "none": None}
+"""What torch's `BackwardPrefetch` calls them."""
+
+
+def find_backward_prefetch(mode: str) -> BackwardPrefetch | None:
+    """torch's name of when the next parameters are gathered in backward; None for when they are needed."""
+    from torch.distributed.fsdp import BackwardPrefetch
+
+    name = BACKWARD_PREFETCH_NAMES[mode]
+    return None if name is None else BackwardPrefetch[name]
 
 
 @dataclass(frozen=True)
@@ -77,7 +82,7 @@ class FSDP1Strategy(ShardingStrategy):
         ),
     )
 
-    backward_prefetch: Annotated[str, OneOf(*BACKWARD_PREFETCH_MODES)]
+    backward_prefetch: Annotated[str, OneOf(*BACKWARD_PREFETCH_NAMES)]
     """When to gather the next unit in backward: pre (before the current unit's computation), post or none."""
     limit_all_gathers: bool
     """The rate limiter: at most two all-gathers in flight."""
@@ -126,6 +131,10 @@ class FSDP1Strategy(ShardingStrategy):
 
     def wrap(self, model: nn.Module, context: WrapContext) -> nn.Module:
         """Wrap each unit, then the root; every unit is filled just before it is sharded."""
+        from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision
+
+        from bench.models.blocks import find_trained_layers, group_blocks
+
         casts_parameters = context.precision.is_mixed and not self.uses_autocast(context.precision)
         fp32_layers = (
             set(context.family.find_fp32_modules(model))
@@ -147,7 +156,7 @@ class FSDP1Strategy(ShardingStrategy):
                 constants=not context.is_rehearsed or self.resolved_sharding_factor == 1,
             ),
             "cpu_offload": CPUOffload(offload_params=True) if self.cpu_offload else None,
-            "backward_prefetch": BACKWARD_PREFETCH_MODES[self.backward_prefetch],
+            "backward_prefetch": find_backward_prefetch(self.backward_prefetch),
             "forward_prefetch": self.forward_prefetch,
             "limit_all_gathers": self.limit_all_gathers,
             "use_orig_params": True,
@@ -185,6 +194,8 @@ class FSDP1Strategy(ShardingStrategy):
         )
 
     def _build_sharding_options(self, context: WrapContext) -> dict[str, Any]:
+        from torch.distributed.fsdp import ShardingStrategy as FSDP1Sharding
+
         reshards = self.reshard_after_forward
         if self.resolved_sharding_factor == 1:
             return {"sharding_strategy": FSDP1Sharding.NO_SHARD}
@@ -198,16 +209,22 @@ class FSDP1Strategy(ShardingStrategy):
     @contextlib.contextmanager
     def control_gradient_sync(self, wrapped: nn.Module, synchronize: bool) -> Iterator[None]:
         """Without synchronisation every rank keeps whole, unsharded gradients until the next reduce-scatter."""
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
         assert isinstance(wrapped, FullyShardedDataParallel)
         with contextlib.nullcontext() if synchronize else wrapped.no_sync():
             yield
 
     def build_grad_scaler(self, device: torch.device) -> torch.amp.GradScaler:
         """A scaler that agrees across shards whether a step overflowed."""
+        from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
         return ShardedGradScaler(device.type)
 
     def clip_gradients(self, module: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float) -> None:
         """By its own method: gradients are parts of flat ones, whose norm torch's function would take rank by rank."""
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
         assert isinstance(module, FullyShardedDataParallel)
         module.clip_grad_norm_(max_norm)
 

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bench.models import Batch
 from bench.strategies.base import WrapContext
-from bench.strategies.ddp import KEEP_BUFFERS
+from bench.strategies.ddp import build_buffer_options
 from bench.strategies.mesh.context import ContextSplit
 from bench.strategies.mesh.experts import arrange_expert_parameter
 from bench.strategies.mesh.layout import CONTEXT, EXPERT, PIPELINE, REPLICATING_DIMS, SHARDS, TENSOR, RankMesh
@@ -213,7 +213,7 @@ class _PartWrapper:
             process_group=group,
             gradient_as_bucket_view=True,
             init_sync=False,  # every rank has filled its copy with the same values
-            **KEEP_BUFFERS,
+            **build_buffer_options(),
         )
 
 

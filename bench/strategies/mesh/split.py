@@ -18,8 +18,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from bench.core.precision import TRANSFORMER_ENGINE
 from bench.models import Batch, Family
 from bench.models.base import IGNORED_LABEL
-from bench.models.division import SEQUENCE_SHARD, LayerDivision, PipelineStageModule
+from bench.models.division import SEQUENCE_SHARD, LayerDivision
 from bench.models.experts import list_experts
+from bench.models.pipeline_stage import PipelineStageModule
 from bench.strategies.mesh.context import ALL_TO_ALL, ContextSplit
 from bench.strategies.mesh.experts import divide_experts
 from bench.strategies.mesh.layout import CONTEXT, EXPERT, SHARDS, TENSOR, MeshLayout, RankMesh

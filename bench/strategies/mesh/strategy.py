@@ -352,7 +352,7 @@ class MeshStrategy(Strategy):
         if self.data != ZERO1_KIND:
             return super().compute_state_bytes_per_parameter(precision, states_per_parameter, world_size)
         copies = world_size / self.resolved_sharding_factor
-        return precision.parameter_dtype.itemsize * (2 * copies + states_per_parameter)
+        return precision.parameter_itemsize * (2 * copies + states_per_parameter)
 
     def describe_effective_strategy(self, world_size: int) -> str:
         """The dimensions of several ranks, outermost first, with the schedule and the forms: ``mesh/pp2-fsdp2-tp2``."""

@@ -16,9 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bench.core.precision import Precision
 from bench.models import Batch, Family
-from bench.models.division import PipelineStageModule
+from bench.models.pipeline_stage import PipelineStageModule
 from bench.strategies.base import WrapContext
-from bench.strategies.ddp import KEEP_BUFFERS
+from bench.strategies.ddp import build_buffer_options
 from bench.strategies.global_norm import clip_by_global_norm
 from bench.strategies.pipeline.schedule import FORWARD, Timetable
 from bench.strategies.pipeline.stage_timer import StageTimer
@@ -151,7 +151,7 @@ def _wrap_in_ddp(stage: nn.Module, mesh: DeviceMesh, device: torch.device) -> nn
         process_group=mesh.get_group(),
         gradient_as_bucket_view=True,
         init_sync=False,  # every rank has filled its copy with the same values
-        **KEEP_BUFFERS,
+        **build_buffer_options(),
     )
 
 

@@ -260,7 +260,7 @@ class ShardedStagePlan(StagePlan):
         self._num_copies = self.num_shards = num_copies
         self._shard_group = shard_group
         self._num_replicas = num_replicas
-        self._compute_itemsize = inputs.precision.compute_dtype.itemsize
+        self._compute_itemsize = inputs.precision.compute_itemsize
         self._reduce_itemsize = inputs.reduce_itemsize
         self._accumulated_units: set[tuple[int, int]] = set()
 

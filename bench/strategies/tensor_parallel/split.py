@@ -16,8 +16,9 @@ from torch.nn.utils import parametrize
 
 from bench.core.precision import Precision
 from bench.models import Batch, Family
-from bench.models.division import LayerDivision, PipelineStageModule
+from bench.models.division import LayerDivision
 from bench.models.float8 import exchange_in_float8
+from bench.models.pipeline_stage import PipelineStageModule
 from bench.strategies.step_plan import TENSOR_GROUP
 
 
