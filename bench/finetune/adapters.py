@@ -5,14 +5,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING
 
 from bench.finetune.base import is_installed
-from bench.finetune.stand_ins import AdaptedLinear
 from bench.models import Family
 from bench.models.checkpointing import shorten_family
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 ALL_LINEAR = "all-linear"
 """Every linear layer of the blocks; peft's word."""
@@ -74,6 +75,8 @@ def is_linear(module: nn.Module) -> bool:
 
     Some routers are derived from torch's, but return more than a product.
     """
+    from torch import nn
+
     return (isinstance(module, nn.Linear) and "Router" not in type(module).__name__) or is_transposed(module)
 
 
@@ -96,6 +99,10 @@ def find_layer_dimensions(layer: nn.Module) -> tuple[int, int]:
 def add_adapters(family: Family, model: nn.Module, adapter_spec: AdapterSpec) -> None:
     """Put adapters beside the layers of the blocks that are named, and freeze everything else. The model stays on
     meta."""
+    import torch
+
+    from bench.finetune.stand_ins import AdaptedLinear
+
     targets = [
         (parent, name, layer)
         for parent, name, layer in iterate_linear_layers(family, model)
@@ -130,6 +137,8 @@ def add_adapters(family: Family, model: nn.Module, adapter_spec: AdapterSpec) ->
 
 def list_adapter_layers(model: nn.Module) -> list[nn.Module]:
     """The two narrow layers of every adapter."""
+    from torch import nn
+
     return [
         module
         for name, module in model.named_modules()

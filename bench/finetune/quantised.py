@@ -13,11 +13,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from typing import Any
-
-import torch
-from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
+from typing import TYPE_CHECKING, Any
 
 from bench.core.precision import Precision
 from bench.finetune.adapters import (
@@ -27,9 +23,14 @@ from bench.finetune.adapters import (
     is_transposed,
     iterate_linear_layers,
 )
-from bench.finetune.stand_ins import SCALES_PER_OUTER_SCALE, WEIGHTS_PER_SCALE, QuantisedLinear
 from bench.models import Family
 from bench.models.base import StoredFormat
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from bench.finetune.stand_ins import QuantisedLinear
 
 WEIGHT_CODE_SIZE, SCALE_CODE_SIZE = 2**4, 2**8
 """Values that a weight and a scale may have."""
@@ -46,6 +47,8 @@ def quantise_layers(
     casts parameters leaves these as they are, a flat parameter has one format, and T5 converts what it puts into a
     layer to the format of the layer's weight.
     """
+    from bench.finetune.stand_ins import QuantisedLinear
+
     for parent, name, layer in list(iterate_linear_layers(family, model)):
         inputs, outputs = find_layer_dimensions(layer)
         bias = layer.bias is not None
@@ -79,12 +82,19 @@ def prepare_drawn_weights(model: nn.Module) -> None:
 
     What was a `Conv1D` is drawn the other way round.
     """
+    import torch
+    from torch import nn
+
     for module in list_quantised_layers(model):
         module.weight = nn.Parameter(torch.empty(module.drawn_shape, device="meta"), requires_grad=False)
 
 
 def quantise_drawn_weight(module: Any) -> None:
     """Quantise a layer's weight, if it is such a layer, that was drawn; on fake tensors, make what comes of it."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    from bench.finetune.stand_ins import QuantisedLinear
+
     if not is_quantised(module):
         return
     weight = module.weight.data
@@ -114,6 +124,11 @@ def quantise_drawn_weight(module: Any) -> None:
 
 def _quantise_fake_weight(module: Any, weight: torch.Tensor) -> None:
     """What `quantise_drawn_weight` makes, without values."""
+    import torch
+    from torch import nn
+
+    from bench.finetune.stand_ins import SCALES_PER_OUTER_SCALE, WEIGHTS_PER_SCALE
+
     bitsandbytes = _import_bitsandbytes()
     outputs, inputs = module.out_features, module.in_features
     if module.bits == 8:
@@ -147,6 +162,11 @@ def _quantise_fake_weight(module: Any, weight: torch.Tensor) -> None:
 
 def _quantise_stand_in_weight(module: QuantisedLinear, weight: torch.Tensor) -> None:
     """What `_quantise_fake_weight` makes, of a layer that stands for bitsandbytes'."""
+    import torch
+    from torch import nn
+
+    from bench.finetune.stand_ins import SCALES_PER_OUTER_SCALE, WEIGHTS_PER_SCALE
+
     if module.bits == 8:
         packed_weight = torch.empty(module.out_features, module.in_features, dtype=torch.int8)
         module.scales = (torch.empty(module.out_features),)
@@ -186,6 +206,8 @@ def count_scale_bytes(num_weights: int, *, has_double_quantisation: bool) -> int
 
     Every layer also has its own table of the values that 4 bits stand for, and 8 bits of a scale.
     """
+    from bench.finetune.stand_ins import SCALES_PER_OUTER_SCALE, WEIGHTS_PER_SCALE
+
     num_blocks = math.ceil(num_weights / WEIGHTS_PER_SCALE)
     if not has_double_quantisation:
         return FP32_BYTES * (num_blocks + WEIGHT_CODE_SIZE)

@@ -6,18 +6,11 @@ import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
-
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
-from torch.distributed.fsdp import ShardingStrategy as FSDP1Sharding
+from typing import TYPE_CHECKING, Any
 
 from bench.core.errors import ImpossibleError
 from bench.core.precision import Precision
 from bench.core.presentation import Presentation, TrainingTerm
-from bench.models.blocks import group_blocks
 from bench.strategies.base import BuildOptimizer, WrapContext
 from bench.strategies.framework import FrameworkStepper, FrameworkStrategy, PreparedModules, isolate_environment
 from bench.strategies.fsdp.plan import FSDP2Plan
@@ -25,6 +18,10 @@ from bench.strategies.fsdp1.strategy import find_backward_prefetch
 from bench.strategies.plan_inputs import PlanInputs
 from bench.strategies.step_plan import StepPlan
 from bench.strategies.stepper import Stepper
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 ENVIRONMENT_PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
 """Environment variables from which Accelerate takes what it is not told."""
@@ -83,6 +80,10 @@ class AccelerateStrategy(FrameworkStrategy):
 
     def wrap(self, model: nn.Module, context: WrapContext) -> nn.Module:
         """Let Accelerate wrap the model, then give it its weights; FSDP1 fills each unit before it is sharded."""
+        import torch
+
+        from bench.models.blocks import group_blocks
+
         units = group_blocks(context.family, model, self.blocks_per_unit) if self.blocks_per_unit else []
         accelerator = self._build_accelerator(context, {_find_block_class_name(unit) for unit in units})
         if self.backend == "fsdp":
@@ -187,6 +188,8 @@ class AccelerateStrategy(FrameworkStrategy):
         )
 
     def _build_fsdp2_options(self, context: WrapContext) -> dict[str, Any]:
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
         return {
             "fsdp_version": 2,
             "reshard_after_forward": self.reshard_after_forward,
@@ -194,6 +197,9 @@ class AccelerateStrategy(FrameworkStrategy):
         }
 
     def _build_fsdp1_options(self, context: WrapContext) -> dict[str, Any]:
+        from torch.distributed.fsdp import MixedPrecision
+        from torch.distributed.fsdp import ShardingStrategy as FSDP1Sharding
+
         def fill_module(module: nn.Module) -> nn.Module:
             # The first shard of a flat parameter is its beginning, which may be a layer norm's ones and zeros.
             context.materializer.fill_module(
@@ -271,6 +277,9 @@ def _build_rank_environment(device: torch.device) -> dict[str, str]:
     are: it is read on CPUs only, where Accelerate 1.15 would want the address of another machine to make a process
     group by (MASTER_ADDR), which is there already.
     """
+    import torch
+    import torch.distributed as dist
+
     world_size, rank = str(dist.get_world_size()), str(dist.get_rank())
     return {
         "RANK": rank,

@@ -9,10 +9,7 @@ import os
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from bench.core.errors import ImpossibleError, invalid_value_error
 from bench.core.installation import format_install_command
@@ -27,6 +24,10 @@ from bench.strategies.requirements import require_stored_reduce_dtype
 from bench.strategies.sharding import BLOCKS_PER_UNIT_RANGE
 from bench.strategies.step_plan import StepPlan
 from bench.strategies.stepper import Stepper
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 PLAIN_STRATEGIES: dict[str, type[Strategy]] = {"ddp": DDPStrategy, "fsdp": FSDP2Strategy, "fsdp1": FSDP1Strategy}
 """What a framework may wrap a model in, by the name of the plain strategy."""
@@ -196,6 +197,8 @@ def isolate_environment(removed_prefixes: tuple[str, ...], **variables: str) -> 
     variables: str
         Variables to set.
     """
+    import torch
+
     original_environment, num_threads = dict(os.environ), torch.get_num_threads()
     for name in original_environment:
         if name.startswith(removed_prefixes):

@@ -6,11 +6,7 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
-
-import torch
-import torch.distributed as dist
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from bench.core.errors import ImpossibleError, invalid_value_error
 from bench.core.precision import Precision
@@ -18,6 +14,10 @@ from bench.core.presentation import Presentation, TrainingTerm
 from bench.strategies.base import BuildOptimizer, StepSettings, Strategy, WrapContext
 from bench.strategies.framework import FrameworkStepper, FrameworkStrategy, PreparedModules, isolate_environment
 from bench.strategies.stepper import Stepper
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 ENVIRONMENT_PREFIXES = ("LT_", "PL_")
 """Environment variables from which Fabric takes what it is not told, a seed among them."""
@@ -152,6 +152,7 @@ class LightningStrategy(FrameworkStrategy):
 
 def _build_group_environment() -> Any:
     """Tells Fabric of the process group that exists, in which each process has one device."""
+    import torch.distributed as dist
     from lightning.fabric.plugins.environments import LightningEnvironment
 
     class ExistingGroupEnvironment(LightningEnvironment):

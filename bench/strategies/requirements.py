@@ -97,7 +97,7 @@ def require_stored_reduce_dtype(subject: str, precision: Precision, alternative:
     alternative: str
         What else to choose, with its comma.
     """
-    if precision.reduce_dtype != precision.parameter_dtype:
+    if precision.reduce != precision.parameters:
         raise ImpossibleError(
             f"precision.reduce={precision.reduce} is not valid for {subject}, which reduces gradients as they are "
             "stored: "

@@ -43,7 +43,7 @@ from bench.prediction.segment_costs import list_segment_costs
 from bench.prediction.trace.kernels import FloatArray, IntArray
 from bench.prediction.trace.scaled_trace import list_traced_batch_sizes
 from bench.prediction.trace.trace_cache import load_scaled_trace
-from bench.strategies.mesh.model import FSDP_KIND, ZERO1_KIND
+from bench.strategies.mesh.knobs import FSDP_KIND, ZERO1_KIND
 from bench.strategies.pipeline.schedule import (
     BACKWARD,
     FORWARD,

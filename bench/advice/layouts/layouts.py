@@ -11,8 +11,8 @@ from bench.config.global_batch import MAX_ACCUMULATION
 from bench.config.grid import RunSettings
 from bench.config.run_config import RunConfig
 from bench.models import Family
+from bench.strategies.mesh.knobs import DDP_KIND, FSDP_KIND, ZERO1_KIND
 from bench.strategies.mesh.layout import share_sequences
-from bench.strategies.mesh.model import DDP_KIND, FSDP_KIND, ZERO1_KIND
 from bench.strategies.pipeline.balance import find_balance
 from bench.strategies.pipeline.schedule import INTERLEAVED, ONE_F_ONE_B, ZERO_BUBBLE_V
 

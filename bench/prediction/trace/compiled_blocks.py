@@ -45,7 +45,8 @@ from bench.models.pretrained_modules import describe_block
 from bench.prediction.trace.device_operators import run_attention_backward
 from bench.prediction.trace.fake_tensors import TracingFakeTensorMode
 from bench.prediction.trace.overlapped_products import OVERLAPPED_PRODUCTS
-from bench.strategies.tensor_parallel.split import TensorParallelSplit, build_dtensor
+from bench.strategies.tensor_parallel.dtensors import build_dtensor
+from bench.strategies.tensor_parallel.split import TensorParallelSplit
 
 FUSED_OPERATOR = "fused"
 """Name of a kernel that the compiler wrote."""

@@ -9,10 +9,7 @@ import os
 import warnings
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Annotated, Any
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING, Annotated, Any
 
 from bench.core.errors import ImpossibleError, invalid_value_error
 from bench.core.installation import format_install_command
@@ -36,6 +33,10 @@ from bench.strategies.plan_inputs import PlanInputs
 from bench.strategies.requirements import require_packed_bits, require_sharding_factor, require_stored_reduce_dtype
 from bench.strategies.step_plan import StepPlan
 from bench.strategies.stepper import Stepper
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 STAGES = (0, 1, 2, 3)
 OFFLOAD_TARGETS = ("none", "cpu", "nvme")

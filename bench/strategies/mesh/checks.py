@@ -9,9 +9,8 @@ from bench.core.errors import ImpossibleError, invalid_value_error
 from bench.core.precision import TRANSFORMER_ENGINE, Precision
 from bench.models import Family
 from bench.strategies.base import StepSettings
-from bench.strategies.mesh.context import ALL_TO_ALL
+from bench.strategies.mesh.knobs import ALL_TO_ALL, ALL_TO_ALL_DISPATCHER, TORCH
 from bench.strategies.mesh.layout import CONTEXT, EXPERT, PIPELINE, SHARDS, TENSOR
-from bench.strategies.mesh.split import ALL_TO_ALL_DISPATCHER, TORCH
 from bench.strategies.pipeline.schedule import ALTERNATING_SCHEDULES, SPLIT_BACKWARD_SCHEDULES
 from bench.strategies.pipeline.schedule_checks import check_schedule, check_stage_blocks
 from bench.strategies.requirements import list_divisors, require_stored_reduce_dtype

@@ -22,9 +22,7 @@ from torch.distributed.tensor.experimental._context_parallel import _attention a
 
 from bench.models import Batch
 from bench.models.experts import list_experts
-
-RING, ALL_GATHER, ALL_TO_ALL = "ring", "all_gather", "all_to_all"
-CONTEXT_FORMS = (RING, ALL_GATHER, ALL_TO_ALL)
+from bench.strategies.mesh.knobs import ALL_TO_ALL, RING
 
 ATTENTION_NAME = "bench_context_parallel"
 """What it is called among transformers' implementations of attention: one without a mask function, so that no mask is

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-
-import torch
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from typing import TYPE_CHECKING
 
 from bench.core.errors import ImpossibleError, invalid_value_error
 from bench.strategies.pipeline.schedule import Timetable
 from bench.strategies.requirements import list_divisors
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
 
 PIPELINE, REPLICAS, SHARDS, EXPERT, CONTEXT, TENSOR = (
     "pipeline",
@@ -146,6 +148,8 @@ class RankMesh:
     """The process groups of a layout. All ranks build it together."""
 
     def __init__(self, layout: MeshLayout, device: torch.device) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+
         self.layout = layout
         # FSDP takes a mesh of one rank where only that is there; other dimensions of one rank have no group.
         dims = [(name, degree) for name, degree in layout.degrees if degree > 1 or name == SHARDS]
@@ -165,6 +169,8 @@ class RankMesh:
 
     def get_dims(self, *names: str) -> DeviceMesh | None:
         """A mesh with one dimension for each of those of more than one rank; None where there is none."""
+        from torch.distributed.device_mesh import DeviceMesh
+
         meshes = [self._flatten([name]) for name in names if self.layout.get_degree(name) > 1]
         if not meshes:
             return None
@@ -172,6 +178,8 @@ class RankMesh:
 
     def get_fsdp_mesh(self, *shard_names: str) -> DeviceMesh:
         """The mesh to shard over some dimensions, with a dimension of replicas before if there are several."""
+        from torch.distributed.device_mesh import DeviceMesh
+
         shard_mesh = self._flatten([name for name in self._names if name in shard_names])
         if self.layout.get_degree(REPLICAS) == 1:
             return shard_mesh

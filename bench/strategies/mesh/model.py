@@ -19,14 +19,13 @@ from bench.strategies.base import WrapContext
 from bench.strategies.ddp import build_buffer_options
 from bench.strategies.mesh.context import ContextSplit
 from bench.strategies.mesh.experts import arrange_expert_parameter
+from bench.strategies.mesh.knobs import FSDP_KIND, NO_DATA_PARALLEL
 from bench.strategies.mesh.layout import CONTEXT, EXPERT, PIPELINE, REPLICATING_DIMS, SHARDS, TENSOR, RankMesh
 from bench.strategies.mesh.split import DividedLayers, divide_layers, divide_loss
 from bench.strategies.pipeline.model import PipelinedModel, PipelineStepper, build_tied_parameters
 from bench.strategies.pipeline.schedule import Timetable
 from bench.strategies.stepper import StepEngine, Stepper
 from bench.strategies.tensor_parallel.split import localize_parameters
-
-FSDP_KIND, DDP_KIND, ZERO1_KIND, NO_DATA_PARALLEL = "fsdp", "ddp", "zero1", "none"
 
 
 @dataclass(frozen=True)

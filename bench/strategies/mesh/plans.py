@@ -10,6 +10,7 @@ from bench.core.errors import ImpossibleError
 from bench.optimizers import UpdatedTensor
 from bench.strategies.ddp import DDPPlan, DDPStrategy
 from bench.strategies.fsdp.strategy import FSDP2Strategy
+from bench.strategies.mesh.knobs import DDP_KIND, FSDP_KIND, NO_DATA_PARALLEL
 from bench.strategies.mesh.layout import (
     CONTEXT,
     EXPERT,
@@ -20,7 +21,6 @@ from bench.strategies.mesh.layout import (
     TENSOR,
     MeshLayout,
 )
-from bench.strategies.mesh.model import DDP_KIND, FSDP_KIND, NO_DATA_PARALLEL
 from bench.strategies.pipeline.step_plans import (
     PlannedCollective,
     ReplicatedStagePlan,

@@ -6,33 +6,25 @@ import contextlib
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-
-import torch
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import PrepareModuleInput, loss_parallel, parallelize_module
-from torch.distributed.tensor.parallel.style import ParallelStyle
-from torch.utils._python_dispatch import _disable_current_modes
+from typing import TYPE_CHECKING
 
 from bench.core.precision import TRANSFORMER_ENGINE
 from bench.models import Batch, Family
 from bench.models.base import IGNORED_LABEL
-from bench.models.division import SEQUENCE_SHARD, LayerDivision
-from bench.models.experts import list_experts
-from bench.models.pipeline_stage import PipelineStageModule
-from bench.strategies.mesh.context import ALL_TO_ALL, ContextSplit
-from bench.strategies.mesh.experts import divide_experts
+from bench.strategies.mesh.knobs import ALL_TO_ALL, TORCH
 from bench.strategies.mesh.layout import CONTEXT, EXPERT, SHARDS, TENSOR, MeshLayout, RankMesh
 from bench.strategies.step_plan import CONTEXT_GROUP, EXPERT_GROUP, TENSOR_GROUP
 from bench.strategies.tensor_parallel.split import TensorParallelSplit, divide_tensor_layers
 
-TORCH = "torch"
-OVERLAP_KERNELS = (TORCH, TRANSFORMER_ENGINE)
-"""Whose kernels overlap the exchanges of tensor parallelism with products."""
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.parallel.style import ParallelStyle
 
-ALL_TO_ALL_DISPATCHER, DEEPEP = TOKEN_DISPATCHERS = ("all_to_all", "deepep")
-"""The first is NCCL's exchange, the second sends a token to a node once."""
+    from bench.models.division import LayerDivision
+    from bench.models.pipeline_stage import PipelineStageModule
+    from bench.strategies.mesh.context import ContextSplit
 
 
 @dataclass(frozen=True)
@@ -50,6 +42,10 @@ class DividedLayers:
     def prepare_stage(self, stage: PipelineStageModule, *, is_first: bool) -> None:
         """Have a stage take, and hand over, a rank's part of every sequence's hidden states, where layers divide them
         over the sequence. As a DTensor they have the whole sequence's shape, by which models count positions."""
+        from torch.distributed.tensor.parallel import PrepareModuleInput, parallelize_module
+
+        from bench.models.division import SEQUENCE_SHARD
+
         tensor_mesh = self.mesh.get_mesh(TENSOR)
         if not self.sequence_splits or tensor_mesh is None or is_first:
             return
@@ -76,6 +72,10 @@ def divide_layers(
     model: nn.Module, family: Family, mesh: RankMesh, *, context_form: str | None, sequence_parallel: bool
 ) -> DividedLayers:
     """Divide a model that is on meta over the dimensions tensor, expert and context of a mesh."""
+    from bench.models.division import LayerDivision
+    from bench.strategies.mesh.context import ContextSplit
+    from bench.strategies.mesh.experts import divide_experts
+
     tensor_mesh, context_mesh = mesh.get_mesh(TENSOR), mesh.get_mesh(CONTEXT)
     division = LayerDivision()
     sequence_splits: list[ParallelStyle] = []
@@ -104,6 +104,7 @@ def build_mesh_loss(
     is_parallel: bool
         Logits stay divided over the vocabulary.
     """
+    from torch.distributed.tensor import DTensor
 
     def compute_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         if isinstance(logits, DTensor) and not is_parallel:
@@ -120,6 +121,9 @@ def build_mesh_loss(
 @functools.cache
 def _count_predictions(family: Family, sequence_length: int) -> int:
     """Of one whole sequence, as many in every one."""
+    import torch
+    from torch.utils._python_dispatch import _disable_current_modes
+
     with _disable_current_modes():  # a trace has no values
         labels = family.build_batch(1, sequence_length, torch.Generator()).labels
         return int((labels != IGNORED_LABEL).sum())
@@ -128,6 +132,8 @@ def _count_predictions(family: Family, sequence_length: int) -> int:
 @contextlib.contextmanager
 def divide_loss(*, is_parallel: bool) -> Iterator[None]:
     """Around a step whose loss is computed on logits that are divided over the vocabulary."""
+    from torch.distributed.tensor.parallel import loss_parallel
+
     with loss_parallel() if is_parallel else contextlib.nullcontext():
         yield
 
@@ -182,6 +188,8 @@ class MeshSplit(TensorParallelSplit):
 
     def find_graph_breaks(self, model: nn.Module) -> Collection[nn.Module]:
         """Experts that tokens are sent to, and attention whose keys and values come from other ranks."""
+        from bench.models.experts import list_experts
+
         breaks: set[nn.Module] = set(list_experts(model)) if self._sends_tokens else set()
         if self._attends_to_others:
             breaks |= {module for module in model.modules() if hasattr(module, "is_causal")}  # transformers' attention
@@ -205,6 +213,8 @@ class MeshSplit(TensorParallelSplit):
         return self.expert
 
     def divide_for_trace(self, family: Family, model: nn.Module) -> Mapping[str, str]:
+        import torch
+
         mesh = RankMesh(self.layout, torch.device("cpu"))
         divided = divide_layers(
             model, family, mesh, context_form=self.context_form, sequence_parallel=self.sequence_parallel

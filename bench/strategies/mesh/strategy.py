@@ -7,12 +7,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
-
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.distributed.tensor import DTensor
+from typing import TYPE_CHECKING, Annotated, Any
 
 from bench.core.precision import AUTOCAST_MIXING, PARAMETER_MIXING, Precision
 from bench.core.presentation import Presentation, TrainingTerm
@@ -21,10 +16,18 @@ from bench.models import Family
 from bench.optimizers.updated_tensor import DIVIDED_DTENSORS, DTENSORS, PARTS, WHOLE_TENSORS
 from bench.strategies.base import BuildOptimizer, StepSettings, Strategy, WrapContext
 from bench.strategies.ddp import DDP_FIRST_STEADY_STEP
-from bench.strategies.global_norm import clip_by_global_norm, count_parts
-from bench.strategies.gradient_sync import control_data_parallel_sync
 from bench.strategies.mesh import checks
-from bench.strategies.mesh.context import CONTEXT_FORMS
+from bench.strategies.mesh.knobs import (
+    CONTEXT_FORMS,
+    DDP_KIND,
+    DEEPEP,
+    FSDP_KIND,
+    NO_DATA_PARALLEL,
+    OVERLAP_KERNELS,
+    TOKEN_DISPATCHERS,
+    TORCH,
+    ZERO1_KIND,
+)
 from bench.strategies.mesh.layout import (
     CONTEXT,
     DEFAULT_ORDER,
@@ -41,33 +44,13 @@ from bench.strategies.mesh.layout import (
     parse_order,
     resolve_degrees,
 )
-from bench.strategies.mesh.model import (
-    DDP_KIND,
-    FSDP_KIND,
-    NO_DATA_PARALLEL,
-    ZERO1_KIND,
-    DividedModel,
-    MeshGradScaler,
-    MeshPipelineStepper,
-    MeshStepper,
-    divide_model,
-)
 from bench.strategies.mesh.plans import (
     count_mesh_process_groups,
     list_mesh_group_dims,
     plan_mesh_stages,
     plan_mesh_step,
 )
-from bench.strategies.mesh.split import (
-    DEEPEP,
-    OVERLAP_KERNELS,
-    TOKEN_DISPATCHERS,
-    TORCH,
-    MeshSplit,
-    build_mesh_loss,
-    overlap_products,
-)
-from bench.strategies.pipeline.model import TORCH_STAGES_MODULE, PipelinedModel
+from bench.strategies.mesh.split import MeshSplit, build_mesh_loss, overlap_products
 from bench.strategies.pipeline.schedule import ALL_SCHEDULES, DUAL_PIPE_V, Timetable
 from bench.strategies.pipeline.schedule_checks import choose_virtual_stages
 from bench.strategies.pipeline.step_plans import StagePlan, StageUnits
@@ -77,6 +60,12 @@ from bench.strategies.step_plan import PIPELINE_GROUP, GroupDim, StepPlan
 from bench.strategies.stepper import Stepper
 from bench.strategies.tensor_parallel.split import TensorParallelSplit, list_local_parameters
 from bench.strategies.zero1 import DIVIDED_OPTIMIZER_MODULE, build_divided_optimizer
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from bench.strategies.mesh.model import DividedModel, MeshStepper
 
 DEGREE_RANGE = Within(1, 2**17)
 
@@ -371,6 +360,8 @@ class MeshStrategy(Strategy):
 
     def wrap(self, model: nn.Module, context: WrapContext) -> nn.Module:
         """Divide the model, then shard or replicate what each rank has of it."""
+        from bench.strategies.mesh.model import divide_model
+
         mesh = RankMesh(self.layout, context.device)
         if self.async_tensor_parallel:
             overlap_products(mesh)
@@ -393,6 +384,8 @@ class MeshStrategy(Strategy):
         return build_mesh_loss(family, self.layout.get_degree(CONTEXT), is_parallel=self.loss_parallel)
 
     def list_preload_modules(self, device: str) -> tuple[str, ...]:
+        from bench.strategies.pipeline.model import TORCH_STAGES_MODULE
+
         optimizer_modules = (DIVIDED_OPTIMIZER_MODULE,) if self.data == ZERO1_KIND else ()
         stage_modules = (TORCH_STAGES_MODULE,) if self.layout.get_degree(PIPELINE) > 1 else ()
         return (*optimizer_modules, *stage_modules)
@@ -400,6 +393,8 @@ class MeshStrategy(Strategy):
     def build_optimizer(self, module: nn.Module, build: BuildOptimizer) -> torch.optim.Optimizer:
         """One group of parameters per mesh: torch's kernels over many tensors take DTensors of one mesh only. With
         zero1 this rank's part."""
+        from torch.distributed.tensor import DTensor
+
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         if self.data == ZERO1_KIND:
             mesh = module.__dict__["divided_model"].mesh.get_mesh(*REPLICATING_DIMS)
@@ -414,6 +409,9 @@ class MeshStrategy(Strategy):
         self, module: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, keep_gradients: bool
     ) -> Stepper:
         """Takes this rank's part of every sequence; a schedule carries out forward and backward of a pipeline."""
+        from bench.strategies.mesh.model import MeshPipelineStepper, MeshStepper
+        from bench.strategies.pipeline.model import PipelinedModel
+
         divided: DividedModel = module.__dict__["divided_model"]
         stepper: MeshStepper
         if isinstance(module, PipelinedModel):
@@ -424,10 +422,18 @@ class MeshStrategy(Strategy):
         return stepper
 
     def build_grad_scaler(self, device: torch.device) -> torch.amp.GradScaler:
+        from bench.strategies.mesh.model import MeshGradScaler
+
         return MeshGradScaler(device.type)
 
     def clip_gradients(self, module: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float) -> None:
         """By the norm of all ranks' parts: of what stages share, and of what ranks have copies of, one counts."""
+        import torch.distributed as dist
+        from torch.distributed.tensor import DTensor
+
+        from bench.strategies.global_norm import clip_by_global_norm, count_parts
+        from bench.strategies.pipeline.model import PipelinedModel
+
         tied_parameters = module.tied_parameters if isinstance(module, PipelinedModel) else ()
         num_tied = {id(copy): tied.num_stages for tied in tied_parameters for copy in tied.copies}
         num_ranks = dist.get_world_size() // self.layout.get_degree(PIPELINE)
@@ -443,5 +449,7 @@ class MeshStrategy(Strategy):
     @contextlib.contextmanager
     def control_gradient_sync(self, wrapped: nn.Module, synchronize: bool) -> Iterator[None]:
         """Without synchronisation gradients stay as the data parallelism has them."""
+        from bench.strategies.gradient_sync import control_data_parallel_sync
+
         with control_data_parallel_sync(wrapped, synchronize):
             yield

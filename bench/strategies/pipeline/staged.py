@@ -7,10 +7,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING, Annotated
 
 from bench.core.errors import ImpossibleError, invalid_value_error
 from bench.core.precision import AUTOCAST_MIXING, PARAMETER_MIXING, Precision
@@ -19,12 +16,6 @@ from bench.models import Family
 from bench.optimizers.updated_tensor import DTENSORS, WHOLE_TENSORS
 from bench.strategies.base import StepSettings, Strategy, WrapContext
 from bench.strategies.ddp import DDP_FIRST_STEADY_STEP
-from bench.strategies.pipeline.model import (
-    TORCH_STAGES_MODULE,
-    PipelinedModel,
-    PipelineStepper,
-    build_pipelined_model,
-)
 from bench.strategies.pipeline.schedule import Timetable
 from bench.strategies.pipeline.schedule_checks import check_stage_blocks
 from bench.strategies.pipeline.step_plans import (
@@ -43,6 +34,11 @@ from bench.strategies.requirements import (
 )
 from bench.strategies.step_plan import DATA_GROUP, PIPELINE_GROUP, GroupDim
 from bench.strategies.stepper import Stepper
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
 
 SHARDING_FACTOR_BY_STAGES = "stages"
 """The sharding factor that follows from the number of stages."""
@@ -207,6 +203,8 @@ class PipelinedStrategy(Strategy):
             )
 
     def list_preload_modules(self, device: str) -> tuple[str, ...]:
+        from bench.strategies.pipeline.model import TORCH_STAGES_MODULE
+
         return (TORCH_STAGES_MODULE,)
 
     def plan_stages(self, stages: Sequence[StageUnits], inputs: PlanInputs) -> StagePlan:
@@ -217,12 +215,16 @@ class PipelinedStrategy(Strategy):
 
     def wrap(self, model: nn.Module, context: WrapContext) -> nn.Module:
         """The stages of this rank."""
+        from bench.strategies.pipeline.model import build_pipelined_model
+
         assert self.data_parallel is not None
         return build_pipelined_model(
             model, context, self.timetable, self.data_parallel, uses_autocast=self.uses_autocast(context.precision)
         )
 
     def clip_gradients(self, module: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float) -> None:
+        from bench.strategies.pipeline.model import PipelinedModel
+
         assert isinstance(module, PipelinedModel)
         module.clip_gradients(max_norm)
 
@@ -230,6 +232,8 @@ class PipelinedStrategy(Strategy):
         self, module: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, keep_gradients: bool
     ) -> Stepper:
         """The schedule carries out forward and backward."""
+        from bench.strategies.pipeline.model import PipelinedModel, PipelineStepper
+
         assert isinstance(module, PipelinedModel)
         return PipelineStepper(module, optimizer, scaler, keep_gradients)
 

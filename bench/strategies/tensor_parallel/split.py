@@ -5,27 +5,28 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-
-import torch
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
-from torch.distributed.tensor.parallel import loss_parallel
-from torch.nn.utils import parametrize
+from typing import TYPE_CHECKING
 
 from bench.core.precision import Precision
 from bench.models import Batch, Family
-from bench.models.division import LayerDivision
-from bench.models.float8 import exchange_in_float8
-from bench.models.pipeline_stage import PipelineStageModule
 from bench.strategies.step_plan import TENSOR_GROUP
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+    from bench.models.division import LayerDivision
+    from bench.models.pipeline_stage import PipelineStageModule
 
 
 def divide_tensor_layers(
     family: Family, model: nn.Module, mesh: DeviceMesh, *, sequence_parallel: bool
 ) -> LayerDivision:
     """Divide the layers of a model that is on meta over a mesh of one dimension, as its family states it."""
+    from bench.models.float8 import exchange_in_float8
+
     division = family.build_layer_division(model, sequence_parallel=sequence_parallel)
     if sequence_parallel:
         exchange_in_float8(division)
@@ -89,6 +90,8 @@ class TensorParallelSplit:
 
     def divide_for_trace(self, family: Family, model: nn.Module) -> Mapping[str, str]:
         """Divide a model that is on meta; returns which group of a plan each process group is, by its name."""
+        from torch.distributed.device_mesh import init_device_mesh
+
         self.divide_model(family, model, init_device_mesh("cpu", (self.degree,)))
         return {}
 
@@ -109,6 +112,8 @@ class TensorParallelSplit:
 
     def divide_loss(self) -> contextlib.AbstractContextManager[None]:
         """Around a step."""
+        from torch.distributed.tensor.parallel import loss_parallel
+
         return loss_parallel()
 
 
@@ -118,6 +123,12 @@ def localize_parameters(model: nn.Module) -> None:
     So that what knows nothing of DTensors can own them: DDP's buckets, any optimizer. Their gradients are complete:
     where ranks have the same parameter and different gradients, these are added up in backward. Tied ones stay tied.
     """
+    from torch import nn
+    from torch.distributed.tensor import DTensor
+    from torch.nn.utils import parametrize
+
+    from bench.strategies.tensor_parallel.dtensors import DTensorParametrization
+
     local_parameters: dict[int, nn.Parameter] = {}
     for module in list(model.modules()):
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -127,44 +138,34 @@ def localize_parameters(model: nn.Module) -> None:
                     id(parameter), nn.Parameter(local_tensor, requires_grad=parameter.requires_grad)
                 )
                 module.register_parameter(name, local_parameter)
-                parametrize.register_parametrization(
-                    module, name, _DTensorParametrization(parameter._spec), unsafe=True
-                )
+                parametrize.register_parametrization(module, name, DTensorParametrization(parameter._spec), unsafe=True)
 
 
 def list_local_parameters(model: nn.Module) -> list[tuple[nn.Parameter, DTensorSpec | None]]:
     """Each parameter of a model after `localize_parameters`, with what it is a part of; None where it was plain."""
+    from torch.nn.utils import parametrize
+
+    from bench.strategies.tensor_parallel.dtensors import DTensorParametrization
+
     specs = {
         id(module.original): module[0]._spec
         for module in model.modules()
-        if isinstance(module, parametrize.ParametrizationList) and isinstance(module[0], _DTensorParametrization)
+        if isinstance(module, parametrize.ParametrizationList) and isinstance(module[0], DTensorParametrization)
     }
     return [(parameter, specs.get(id(parameter))) for parameter in model.parameters()]
 
 
 def find_local_shape(tensor: torch.Tensor) -> torch.Size:
     """Shape of what this rank has of a tensor, which may be whole."""
+    from torch.distributed.tensor import DTensor
+
     return tensor._local_tensor.shape if isinstance(tensor, DTensor) else tensor.shape
 
 
 def wrap_like_dtensor(full_tensor: torch.Tensor, local_tensor: torch.Tensor) -> torch.Tensor:
     """A rank's part as what it is a part of: a DTensor like `full_tensor`, if that is one."""
+    from torch.distributed.tensor import DTensor
+
+    from bench.strategies.tensor_parallel.dtensors import build_dtensor
+
     return build_dtensor(local_tensor, full_tensor._spec) if isinstance(full_tensor, DTensor) else local_tensor
-
-
-def build_dtensor(local_tensor: torch.Tensor, spec: DTensorSpec) -> DTensor:
-    """What a rank's part is a part of. Its gradient is the gradient's part."""
-    return DTensor.from_local(
-        local_tensor, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
-    )
-
-
-class _DTensorParametrization(nn.Module):
-    """A rank's part of a parameter, as the DTensor it is a part of."""
-
-    def __init__(self, spec: DTensorSpec) -> None:
-        super().__init__()
-        self._spec = spec
-
-    def forward(self, local_tensor: torch.Tensor) -> torch.Tensor:
-        return build_dtensor(local_tensor, self._spec)

@@ -8,14 +8,7 @@ import math
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any
-
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import loss_parallel
+from typing import TYPE_CHECKING, Annotated, Any
 
 from bench.core.errors import ImpossibleError, invalid_value_error
 from bench.core.precision import AUTOCAST_MIXING, PARAMETER_MIXING, Precision
@@ -27,12 +20,16 @@ from bench.optimizers.updated_tensor import DIVIDED_DTENSORS, PARTS
 from bench.strategies.base import BuildOptimizer, StepSettings, Strategy, WrapContext
 from bench.strategies.ddp import BUCKET_MB_RANGE, DDPStrategy
 from bench.strategies.fsdp.strategy import FSDP2Strategy
-from bench.strategies.global_norm import clip_by_global_norm, count_parts
-from bench.strategies.gradient_sync import control_data_parallel_sync
 from bench.strategies.plan_inputs import PlanInputs
 from bench.strategies.requirements import parse_rank_count, require_stored_reduce_dtype
 from bench.strategies.step_plan import ReplicatedPlan, StepPlan
 from bench.strategies.tensor_parallel.split import TensorParallelSplit, list_local_parameters, localize_parameters
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+
 
 FSDP_KIND, DDP_KIND, NO_DATA_PARALLEL = "fsdp", "ddp", "none"
 
@@ -282,6 +279,8 @@ class TensorParallelStrategy(Strategy):
         )
 
     def _build_mesh(self, context: WrapContext) -> DeviceMesh:
+        from torch.distributed.device_mesh import init_device_mesh
+
         shape = (
             context.world_size // self.resolved_sharding_factor,
             self.resolved_sharding_factor // self.build_tensor_parallel_split().degree,
@@ -291,6 +290,8 @@ class TensorParallelStrategy(Strategy):
 
     def build_optimizer(self, module: nn.Module, build: BuildOptimizer) -> torch.optim.Optimizer:
         """One group of parameters per mesh: torch's kernels over many tensors take DTensors of one mesh only."""
+        from torch.distributed.tensor import DTensor
+
         parameters_by_mesh: dict[Any, list[nn.Parameter]] = {}
         for parameter in module.parameters():
             parameters_by_mesh.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(
@@ -301,6 +302,11 @@ class TensorParallelStrategy(Strategy):
     def clip_gradients(self, module: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float) -> None:
         """By the norm of all ranks' parts: torch's own function adds up neither plain parts nor DTensors of different
         meshes."""
+        import torch.distributed as dist
+        from torch.distributed.tensor import DTensor
+
+        from bench.strategies.global_norm import clip_by_global_norm, count_parts
+
         world_size = dist.get_world_size()
         clip_by_global_norm(
             (
@@ -321,5 +327,9 @@ class TensorParallelStrategy(Strategy):
     def control_gradient_sync(self, wrapped: nn.Module, synchronize: bool) -> Iterator[None]:
         """The loss is computed on divided logits; without synchronisation gradients stay as the data parallelism has
         them."""
+        from torch.distributed.tensor.parallel import loss_parallel
+
+        from bench.strategies.gradient_sync import control_data_parallel_sync
+
         with loss_parallel(), control_data_parallel_sync(wrapped, synchronize):
             yield
