@@ -31,7 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("-m", "--multirun", action="store_true", help="values with commas are axes of a grid")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example sweep=model_scale dry_run=true")
     options = parser.parse_intermixed_args(arguments)
-    from bench.sweeps.run_sweep import run_sweep  # takes seconds
+    from bench.sweeps.run_sweep import run_sweep  # of no use to --help
 
     return run_sweep(options.overrides, open_stdout_console(WIDTH_WITHOUT_TERMINAL), multirun=options.multirun)
 

@@ -1,4 +1,8 @@
-"""Model families: one file each. `family` in a model's YAML names the file, or a module path of your own."""
+"""Model families: one file each. `family` in a model's YAML names the file, or a module path of your own.
+
+What a family says of its models needs no torch, whose import takes longer than most commands: it is imported where a
+model is built or run.
+"""
 
 import logging
 

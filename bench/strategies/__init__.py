@@ -1,5 +1,9 @@
 """Parallelisation strategies: one file each. `name` in a strategy's YAML names the file, an installed entry point, or a
-module of your own."""
+module of your own.
+
+What a strategy says and plans needs no torch, whose import takes longer than most commands: it is imported where a
+model is wrapped and trained.
+"""
 
 from bench.strategies.base import StepSettings, Strategy, WrapContext
 from bench.strategies.registry import (
