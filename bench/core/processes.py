@@ -43,7 +43,7 @@ FORKSERVER_MODULES = (
     "torch.distributed.fsdp",
     "torch.profiler",
     "bench.rank.run_rank",
-    "bench.prediction.trace.trace_cache",
+    "bench.prediction.trace.stage_trace",
 )
 """What the forkserver imports: touches no device."""
 

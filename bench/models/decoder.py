@@ -23,9 +23,7 @@ from bench.models.pretrained import PretrainedFamily, shorten_list
 if TYPE_CHECKING:
     from torch import nn
 
-    from bench.models.division import (
-        LayerDivision,
-    )
+    from bench.models.division import LayerDivision
     from bench.models.pipeline_stage import PipelineStageModule
 
 HEAD_DIM = 2

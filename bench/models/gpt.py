@@ -27,9 +27,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from bench.models.division import (
-        LayerDivision,
-    )
+    from bench.models.division import LayerDivision
     from bench.models.pipeline_stage import PipelineStageModule
 
 ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "gelu_new")

@@ -24,9 +24,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from bench.models.division import (
-        LayerDivision,
-    )
+    from bench.models.division import LayerDivision
     from bench.models.pipeline_stage import PipelineStageModule
 
 DECODER_START_TOKEN = 0

@@ -30,7 +30,7 @@ from bench.launch.run_on_host import execute_run
 from bench.launch.task import LaunchTask
 from bench.launch.worker import Worker
 from bench.prediction.predictor import predict_run
-from bench.prediction.trace import trace_cache
+from bench.prediction.trace import stage_trace, step_trace, trace_cache
 from bench.rank import run_rank
 from bench.rank.run_rank import RankOutcome
 from tests.conftest import ROOT, SMALL_GPT, SMALL_T5, compose_run_config, needs
@@ -177,8 +177,8 @@ def test_where_gpus_may_be_reached_even_one_trace_is_made_apart(monkeypatch):
     monkeypatch.setattr(processes, "can_reach_gpus", lambda: True)
     monkeypatch.setattr(trace_cache, "_loaded_traces", {})
     trace_cache.load_scaled_trace.cache_clear()
-    for name in ("trace_step", "trace_stage"):
-        monkeypatch.setattr(trace_cache, name, lambda *_: pytest.fail("traced in this process"))
+    for module, name in ((step_trace, "trace_step"), (stage_trace, "trace_stage")):
+        monkeypatch.setattr(module, name, lambda *_: pytest.fail("traced in this process"))
     config = compose_run_config(*SMALL_GPT, "mode=predict", "strategy=fsdp", "gpus=2", "hardware=a100_80gb")
     assert predict_run(config).memory.allocated.value > 0
     assert 0 < len(trace_cache._loaded_traces) < trace_cache.MIN_TRACES_FOR_PROCESSES

@@ -160,7 +160,8 @@ def _unwrap_outcome(key_and_size: KeyAndSize, outcome: Trace | Exception) -> Tra
 def _preload_for_workers(keys: Iterable[TraceKey | StageTraceKey]) -> None:
     """Import what models are built from once, before the processes are forked that build them."""
     families = {_get_trace_key(key).family for key in keys}
-    processes.preload_if_forking(sorted({module for family in families for module in family.preload_modules}))
+    models = sorted({module for family in families for module in family.preload_modules})
+    processes.preload_if_forking([*models, "bench.prediction.trace.stage_trace"])
 
 
 def get_loaded_traces() -> dict[KeyAndSize, Trace]:

@@ -22,9 +22,7 @@ from bench.strategies.step_plan import StepPlan
 if TYPE_CHECKING:
     import torch
     from torch import nn
-    from torch.distributed.fsdp import (
-        BackwardPrefetch,
-    )
+    from torch.distributed.fsdp import BackwardPrefetch
 
 
 BACKWARD_PREFETCH_NAMES = {"pre": "BACKWARD_PRE", "post": "BACKWARD_POST", "none": None}
