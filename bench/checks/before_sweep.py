@@ -66,13 +66,8 @@ def check_machine_once(
 
 def _compute_machine_key(device: DetectedDevice) -> str:
     """What a check holds for: another GPU, driver or torch wants another one."""
-    parts = (
-        socket.gethostname(),
-        device.name,
-        device.count,
-        read_driver_version(),
-        read_torch_version()["__version__"],
-    )
+    torch_version = read_torch_version()["__version__"]
+    parts = (socket.gethostname(), device.name, device.count, read_driver_version(), torch_version)
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 

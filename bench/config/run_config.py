@@ -33,7 +33,7 @@ from bench.hardware import Hardware
 from bench.hardware.hardware_file import convert_earlier_attention
 from bench.models import Family, load_family
 from bench.models.base import SEQUENCE_LENGTH_RANGE
-from bench.models.checkpointing import VALID_CHECKPOINTING, records_blocks
+from bench.models.checkpointing import VALID_CHECKPOINTING, needs_recorded_blocks
 from bench.optimizers import OptimizerConfig, load_optimizer
 from bench.strategies import Strategy, load_strategy, normalize_precision
 
@@ -123,7 +123,7 @@ class RunConfig:
         return self.trained_model.count_flops_per_sequence(self.sequence_length).compute_hardware_flops(
             mode,
             loss_in_chunks=self.loss_chunks is not None,
-            recorded_flops=self._count_recorded_flops() if records_blocks(mode) else None,
+            recorded_flops=self._count_recorded_flops() if needs_recorded_blocks(mode) else None,
         )
 
     def _count_recorded_flops(self) -> int | None:

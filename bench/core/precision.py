@@ -27,6 +27,7 @@ TORCH_DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 FORMAT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+"""Of a number in each format."""
 
 
 @functools.cache

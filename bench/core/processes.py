@@ -181,7 +181,7 @@ def _initialize_worker(initializer: Callable[..., object] | None, initargs: tupl
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
     else:
-        os.environ["OMP_NUM_THREADS"] = "1"  # for a torch that is imported yet
+        os.environ["OMP_NUM_THREADS"] = "1"  # of a torch that this process imports later
     if initializer is not None:
         initializer(*initargs)
 

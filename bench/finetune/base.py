@@ -45,8 +45,8 @@ class Finetune(ABC):
 
     @abstractmethod
     def adapt_family(self, family: Family, precision: Precision, storage_format: str) -> Family:
-        """The model as it is trained. The strategy hands parameters to it in `storage_format`: fp32, bf16
-        or fp16."""
+        """The model as it is trained. The strategy hands parameters to it in `storage_format`, of fp32, bf16
+        and fp16."""
 
     def find_trained_precision(self, precision: Precision) -> Precision:
         """The formats of what is trained, where weights have those of `precision`."""

@@ -103,9 +103,9 @@ def is_block_checkpointed(mode: str, position: int) -> bool:
     return mode != NONE if interval is None else (position + 1) % interval == 0
 
 
-def records_blocks(mode: str) -> bool:
-    """Whether what a mode computes again is known from a pass of the model alone
-    (`bench.models.checkpointing_budget`)."""
+def needs_recorded_blocks(mode: str) -> bool:
+    """Whether only a pass of the model tells what a mode computes again
+    (`bench.models.checkpointing_budget.record_blocks`)."""
     return mode == ALTERNATE_OPERATORS or find_checkpointing_budget(mode) is not None
 
 

@@ -16,18 +16,7 @@ from bench.models import Family
 from bench.optimizers.updated_tensor import DIVIDED_DTENSORS, DTENSORS, PARTS, WHOLE_TENSORS
 from bench.strategies.base import BuildOptimizer, StepSettings, Strategy, WrapContext
 from bench.strategies.ddp import DDP_FIRST_STEADY_STEP
-from bench.strategies.mesh import checks
-from bench.strategies.mesh.knobs import (
-    CONTEXT_FORMS,
-    DDP_KIND,
-    DEEPEP,
-    FSDP_KIND,
-    NO_DATA_PARALLEL,
-    OVERLAP_KERNELS,
-    TOKEN_DISPATCHERS,
-    TORCH,
-    ZERO1_KIND,
-)
+from bench.strategies.mesh import checks, knobs
 from bench.strategies.mesh.layout import (
     CONTEXT,
     DEFAULT_ORDER,
@@ -113,7 +102,7 @@ class MeshStrategy(Strategy):
     with ddp and zero1."""
     order: str
     """Dimensions of the mesh, outermost first, with hyphens: ranks of the last one have consecutive numbers."""
-    data: Annotated[str, OneOf(FSDP_KIND, DDP_KIND, ZERO1_KIND, NO_DATA_PARALLEL)]
+    data: Annotated[str, OneOf(knobs.FSDP_KIND, knobs.DDP_KIND, knobs.ZERO1_KIND, knobs.NO_DATA_PARALLEL)]
     """fsdp (FSDP2, hybrid where there are replicas), ddp, or zero1; none, whatever was asked for, where no other rank
     computes gradients of the same parameters."""
     reshard_after_forward: bool | None
@@ -131,7 +120,7 @@ class MeshStrategy(Strategy):
     """Blocks that the first stage has less than others, for its embeddings."""
     last_stage_less_blocks: Annotated[int, Within(0, 512)]
     """Blocks that the last stage has less than others, for its head over the vocabulary."""
-    context_form: Annotated[str, OneOf(*CONTEXT_FORMS, "none")]
+    context_form: Annotated[str, OneOf(*knobs.CONTEXT_FORMS, "none")]
     """How attention reaches beyond a rank's part of the sequence: ring, all_gather (of keys and values) or all_to_all
     (whole sequences of a part of the heads); none, whatever was asked for, without context parallelism."""
     sequence_parallel: bool
@@ -140,14 +129,14 @@ class MeshStrategy(Strategy):
     """With tensor: compute the loss on logits that are divided over the vocabulary; else they are gathered."""
     async_tensor_parallel: bool
     """With tensor, on GPUs: gathers and products overlap."""
-    overlap_kernels: Annotated[str, OneOf(*OVERLAP_KERNELS)]
+    overlap_kernels: Annotated[str, OneOf(*knobs.OVERLAP_KERNELS)]
     """What overlaps them: torch (with compile=true its compiler, by symmetric memory), or transformer_engine
     (Megatron's, which is predicted only)."""
     overlap_experts: bool
     """Where tokens are sent to experts, in a schedule whose passes alternate: those of a forward pass go beside the
     computation of the backward pass behind it, and the other way round, as Megatron's overlap_moe_expert_parallel_comm
     does. Predicted only."""
-    token_dispatcher: Annotated[str, OneOf(*TOKEN_DISPATCHERS)]
+    token_dispatcher: Annotated[str, OneOf(*knobs.TOKEN_DISPATCHERS)]
     """How tokens go to experts: all_to_all (NCCL's, each copy of a token straight to its expert's rank), or deepep (as
     DeepEP and HybridEP do: once to every node that has one of its experts, and on within it), which is predicted
     only."""
@@ -159,27 +148,27 @@ class MeshStrategy(Strategy):
 
     @property
     def supported_mixings(self) -> tuple[str, ...]:  # type: ignore[override]
-        return (PARAMETER_MIXING,) if self.data == FSDP_KIND else (AUTOCAST_MIXING,)
+        return (PARAMETER_MIXING,) if self.data == knobs.FSDP_KIND else (AUTOCAST_MIXING,)
 
     def resolve(self, world_size: int, ranks_per_node: int, *, accumulates: bool) -> Strategy:
         """Every degree as a number, and knobs of what is not there at one value."""
         order = parse_order(self.order)
         requested = {name: getattr(self, name) for name in DEFAULT_ORDER}
-        degrees = resolve_degrees(requested, SHARDS if self.data == FSDP_KIND else REPLICAS, world_size)
+        degrees = resolve_degrees(requested, SHARDS if self.data == knobs.FSDP_KIND else REPLICAS, world_size)
         layout = MeshLayout(tuple((name, degrees[name]) for name in order))
-        data = self.data if layout.get_degree(*REPLICATING_DIMS) > 1 else NO_DATA_PARALLEL
-        spread = (TENSOR, PIPELINE, EXPERT) + ((SHARDS, CONTEXT) if data == FSDP_KIND else ())
+        data = self.data if layout.get_degree(*REPLICATING_DIMS) > 1 else knobs.NO_DATA_PARALLEL
+        spread = (TENSOR, PIPELINE, EXPERT) + ((SHARDS, CONTEXT) if data == knobs.FSDP_KIND else ())
         factor = layout.get_degree(*spread)
         require_sharding_factor(self, "auto", factor, world_size, "the degrees spread a copy")
         has_pipeline, has_tensor = degrees[PIPELINE] > 1 or self.micro_batches is not None, degrees[TENSOR] > 1
         virtual_stages = self.virtual_stages or choose_virtual_stages(self.schedule)
         default_micro_batches = degrees[PIPELINE] * (virtual_stages if self.schedule == DUAL_PIPE_V else 1)
-        reshards = self.reshard_after_forward
+        reshards = not has_pipeline if self.reshard_after_forward is None else self.reshard_after_forward
         strategy = dataclasses.replace(
             self,
             sharding_factor=factor,
             data=data,
-            reshard_after_forward=None if data != FSDP_KIND else not has_pipeline if reshards is None else reshards,
+            reshard_after_forward=reshards if data == knobs.FSDP_KIND else None,
             schedule=self.schedule if has_pipeline else NO_SCHEDULE,
             micro_batches=(self.micro_batches or default_micro_batches) if has_pipeline else None,
             virtual_stages=virtual_stages if has_pipeline else None,
@@ -189,7 +178,7 @@ class MeshStrategy(Strategy):
             expert_tensor_parallel=self.expert_tensor_parallel or not has_tensor,
             sequence_parallel=self.sequence_parallel and has_tensor,
             loss_parallel=self.loss_parallel and has_tensor,
-            overlap_kernels=self.overlap_kernels if self.async_tensor_parallel else TORCH,
+            overlap_kernels=self.overlap_kernels if self.async_tensor_parallel else knobs.TORCH,
             ranks_per_batch=self.num_ranks_per_batch,
             **degrees,  # type: ignore[arg-type]
         )
@@ -207,7 +196,7 @@ class MeshStrategy(Strategy):
 
     @property
     def merges_tokens_per_node(self) -> bool:  # type: ignore[override]
-        return self.token_dispatcher == DEEPEP
+        return self.token_dispatcher == knobs.DEEPEP
 
     @property
     def num_ranks_per_batch(self) -> int:
@@ -257,19 +246,19 @@ class MeshStrategy(Strategy):
     @property
     def updated_tensor_kind(self) -> str:
         is_divided = self.layout.get_degree(TENSOR, EXPERT) > 1
-        if self.data == FSDP_KIND:
+        if self.data == knobs.FSDP_KIND:
             return DIVIDED_DTENSORS if is_divided else DTENSORS
         return PARTS if is_divided else WHOLE_TENSORS
 
     @property
     def first_steady_step(self) -> int:
-        is_ddp = self.data in (DDP_KIND, ZERO1_KIND)
+        is_ddp = self.data in (knobs.DDP_KIND, knobs.ZERO1_KIND)
         return DDP_FIRST_STEADY_STEP if is_ddp else super().first_steady_step
 
     def build_tensor_parallel_split(self) -> TensorParallelSplit | None:
         """How layers, sequences and experts are divided; None where each rank has whole ones."""
         tensor, context, expert = (self.layout.get_degree(name) for name in (TENSOR, CONTEXT, EXPERT))
-        keeps_dtensors = self.data == FSDP_KIND
+        keeps_dtensors = self.data == knobs.FSDP_KIND
         if tensor == context == expert == 1:
             return None
         return MeshSplit(
@@ -286,11 +275,11 @@ class MeshStrategy(Strategy):
 
     @property
     def shards_fp32_layers_separately(self) -> bool:  # type: ignore[override]
-        return self.data == FSDP_KIND
+        return self.data == knobs.FSDP_KIND
 
     @property
     def shards_experts_separately(self) -> bool:
-        return self.data == FSDP_KIND and self.layout.get_degree(EXPERT) > 1
+        return self.data == knobs.FSDP_KIND and self.layout.get_degree(EXPERT) > 1
 
     def find_rehearsed_rank(self, requested: int | str | None, world_size: int) -> int:
         """Of a stage, or of coordinates, too."""
@@ -338,15 +327,15 @@ class MeshStrategy(Strategy):
         self, precision: Precision, states_per_parameter: float, world_size: int
     ) -> float:
         """As every strategy; ZeRO-1 has one copy of the optimizer's states."""
-        if self.data != ZERO1_KIND:
+        if self.data != knobs.ZERO1_KIND:
             return super().compute_state_bytes_per_parameter(precision, states_per_parameter, world_size)
         copies = world_size / self.resolved_sharding_factor
         return precision.parameter_itemsize * (2 * copies + states_per_parameter)
 
     def describe_effective_strategy(self, world_size: int) -> str:
         """The dimensions of several ranks, outermost first, with the schedule and the forms: ``mesh/pp2-fsdp2-tp2``."""
-        replicas = {FSDP_KIND: "replicas", ZERO1_KIND: "zero1x"}.get(self.data, self.data)
-        names = SHORT_NAMES | {SHARDS: FSDP_KIND, REPLICAS: replicas}
+        replicas = {knobs.FSDP_KIND: "replicas", knobs.ZERO1_KIND: "zero1x"}.get(self.data, self.data)
+        names = SHORT_NAMES | {SHARDS: knobs.FSDP_KIND, REPLICAS: replicas}
         dims = [f"{names[name]}{degree}" for name, degree in self.layout.degrees if degree > 1]
         suffixes = [
             *([self.schedule] if self.schedule != NO_SCHEDULE else []),
@@ -386,7 +375,7 @@ class MeshStrategy(Strategy):
     def list_preload_modules(self, device: str) -> tuple[str, ...]:
         from bench.strategies.pipeline.model import TORCH_STAGES_MODULE
 
-        optimizer_modules = (DIVIDED_OPTIMIZER_MODULE,) if self.data == ZERO1_KIND else ()
+        optimizer_modules = (DIVIDED_OPTIMIZER_MODULE,) if self.data == knobs.ZERO1_KIND else ()
         stage_modules = (TORCH_STAGES_MODULE,) if self.layout.get_degree(PIPELINE) > 1 else ()
         return (*optimizer_modules, *stage_modules)
 
@@ -396,7 +385,7 @@ class MeshStrategy(Strategy):
         from torch.distributed.tensor import DTensor
 
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        if self.data == ZERO1_KIND:
+        if self.data == knobs.ZERO1_KIND:
             mesh = module.__dict__["divided_model"].mesh.get_mesh(*REPLICATING_DIMS)
             return build_divided_optimizer(parameters, build, mesh.get_group())
         parameters_by_mesh: dict[Any, list[nn.Parameter]] = {}
