@@ -23,12 +23,13 @@ from typing import TYPE_CHECKING, Any, Self
 from bench.config.run_config import RunConfig
 from bench.core import processes
 from bench.rank import environment
+from bench.rank.coordinates import RankCoordinates
 from bench.records.schema import OOM_PHASES
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from bench.rank.run_rank import RankCoordinates, RankOutcome
+    from bench.rank.run_rank import RankOutcome
 
 FAILURE_REPORT_TIMEOUT_S = 2.0
 """After a rank failed, how long the others may take to say that they failed too, before they are killed."""

@@ -38,6 +38,7 @@ from bench.launch.ranks import (
 )
 from bench.planning.request import SweepRequest
 from bench.planning.sweep_plan import compose_run
+from bench.rank.coordinates import RankCoordinates
 from bench.records import Record, claims
 from bench.tracking import NO_TRACKER, TrackerClient
 
@@ -97,8 +98,6 @@ def execute_run(
     OSError
         If the store cannot be written.
     """
-    from bench.rank.run_rank import RankCoordinates
-
     processes.preload_if_forking(config.modules_to_preload)
     write_dead_attempt_row(store, config.run_id)
     attempt = Attempt.begin(config, store, {"process": describe_this_process()}, {"launcher": launcher, "sweep": sweep})

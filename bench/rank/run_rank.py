@@ -24,6 +24,7 @@ from bench.hardware import MemoryLimit
 from bench.models import Batch
 from bench.rank import environment, machine_load, out_of_memory
 from bench.rank.backend import choose_backend
+from bench.rank.coordinates import RankCoordinates
 from bench.rank.engine import Engine, build_engine, build_micro_batches
 from bench.rank.machine_load import limit_cpu_threads
 from bench.rank.rehearsal_group import init_rehearsal_group
@@ -31,26 +32,6 @@ from bench.rank.timed_loop import RankSamples, measure_rank
 
 PROCESS_GROUP_TIMEOUT_S = 3600
 """Beyond any run's own time limit, which whoever started the ranks watches."""
-
-
-@dataclass(frozen=True)
-class RankCoordinates:
-    """Where a rank stands in its run and on its machine."""
-
-    rank: int
-    local_rank: int
-    world_size: int
-
-    def select_device(self, device_type: str) -> torch.device:
-        """The rank's own device: its local rank's among all GPUs of the machine, or the only one it is shown."""
-        if device_type == "cpu":
-            return torch.device("cpu")
-        return torch.device("cuda", 0 if torch.cuda.device_count() == 1 else self.local_rank)
-
-    def list_node_ranks(self, ranks_per_node: int) -> list[int]:
-        """The ranks of its machine, itself included."""
-        first_rank = self.rank - self.local_rank
-        return list(range(first_rank, min(first_rank + ranks_per_node, self.world_size)))
 
 
 @dataclass

@@ -133,7 +133,8 @@ def _run_rank(
     config: Any, rank: int, device: str, sanitize: bool, before: str, folder: str, pipe: connection.Connection
 ) -> None:
     os.dup2(os.open(os.devnull, os.O_RDWR), 1)  # the answers go there
-    from bench.rank.run_rank import RankCoordinates, run_rank
+    from bench.rank.coordinates import RankCoordinates
+    from bench.rank.run_rank import run_rank
     from tests.fakecuda import nccl, runtime
 
     torch.set_num_threads(1)

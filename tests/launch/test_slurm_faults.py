@@ -338,15 +338,21 @@ class Ordeal:
         self.runs = dict(zip(self.fates, submitted(self.store), strict=True))
 
     def warn(self) -> None:
-        """Send what SLURM sends some time before a limit: under a short one that may be while Python is starting."""
+        """Send what SLURM sends some time before a limit, at all moments from Python's start until all train."""
 
         def starting(run: Run) -> bool:
             logs = self.store.glob(f".jobs/*/*/{run.job_id}_?_log.out")
             return sum("Starting" in log.read_text() for log in logs) == 2
 
-        for run in self.runs.values():
-            self.cluster.wait_for(f"the start of {run}", lambda: starting(run))  # noqa: B023
-            self.cluster.run("scancel", "--signal=USR2", run.job_id)
+        def training() -> bool:
+            for run in runs:
+                if starting(run) and not run.trains():
+                    self.cluster.run("scancel", "--signal=USR2", run.job_id)
+                assert not run.rows, f"{run}: {run.rows[-1]['error']}"
+            return all(run.trains() for run in runs)
+
+        runs = self.runs.values()
+        self.cluster.wait_for("all runs to train", training, timeout_s=240)
 
     def strike(self) -> None:
         """Let everything train, and what is to befall it befall it at once."""

@@ -23,8 +23,8 @@ from bench.launch.slurm.job_environment import SlurmJobEnvironment
 from bench.launch.slurm.launcher import SlurmLauncher, compute_job_shape
 from bench.launch.slurm.profile import SlurmProfile, build_sbatch_script
 from bench.launch.task import LaunchTask
+from bench.rank.coordinates import RankCoordinates
 from bench.rank.row import build_configured_columns
-from bench.rank.run_rank import RankCoordinates
 from bench.records import claims
 from tests.conftest import ROOT, compose_run_config
 

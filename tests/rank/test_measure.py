@@ -22,12 +22,13 @@ from torch.nn.parallel import DistributedDataParallel
 from bench.config.run_config import RunConfig
 from bench.models import Family
 from bench.rank import profiler, timed_loop
+from bench.rank.coordinates import RankCoordinates
 from bench.rank.engine import Engine, EnterPhase, build_engine, build_micro_batches
 from bench.rank.environment import describe_software, list_changed_variables, select_recorded_variables
 from bench.rank.memory_probe import CpuMemoryProbe, MemoryChange, _find_matmul_temporaries, compute_memory_peaks
 from bench.rank.profiler import compute_covered_length, compute_exposed_communication, compute_overlap, merge_intervals
 from bench.rank.row import compute_median_interval, compute_percentile, compute_slowest_rank_times
-from bench.rank.run_rank import RankCoordinates, run_rank
+from bench.rank.run_rank import run_rank
 from bench.rank.timed_loop import CpuStepClock
 from tests.conftest import ROOT, SMALL_GPT, compose_run_config, needs
 

@@ -30,12 +30,11 @@ from bench.launch.ranks import (
     wait_for_ranks,
 )
 from bench.rank import environment
+from bench.rank.coordinates import RankCoordinates
 from bench.rank.machine_load import CpuLoad
 
 if TYPE_CHECKING:
     import torch.distributed as dist
-
-    from bench.rank.run_rank import RankCoordinates
 
 POLL_INTERVAL_S = 0.25
 HEARTBEAT_INTERVAL_S = 2.0

@@ -7,16 +7,14 @@ import time
 from dataclasses import dataclass
 from signal import SIGINT, SIGTERM, SIGUSR2
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import submitit
 
 from bench.launch.attempt import get_user_name
 from bench.launch.ranks import StopSignal
 from bench.launch.slurm import job_end
-
-if TYPE_CHECKING:
-    from bench.rank.run_rank import RankCoordinates
+from bench.rank.coordinates import RankCoordinates
 
 
 @dataclass(frozen=True)
@@ -40,8 +38,6 @@ class SlurmJobEnvironment:
         RuntimeError
             If ranks are not numbered node by node, as process groups inside nodes need them to be.
         """
-        from bench.rank.run_rank import RankCoordinates
-
         submitit_environment = submitit.JobEnvironment()
         rank, local_rank, world_size = (
             submitit_environment.global_rank,

@@ -117,11 +117,11 @@ class SlurmProfile:
     def python_command(self) -> str:
         """What starts Python in each task.
 
-        While it imports, which takes seconds, it would not survive the warning signal, which for short jobs comes at
-        once: the shell has it ignored.
+        Until `SlurmJob` is ready for it, it would not survive the warning signal, which for short jobs comes at once:
+        the shell has it ignored, and submitit, which ends a job by it, is told to listen to one that nobody sends.
         """
         python = shlex.quote(sys.executable) if self.python is None else self.python
-        return f"""sh -c 'trap "" USR2; exec "$@"' sh {python}"""
+        return f"""sh -c 'trap "" USR2; export SUBMITIT_PREEMPT_SIGNAL=URG; exec "$@"' sh {python}"""
 
     def build_sbatch_parameters(
         self, *, job_name: str, nodes: int, tasks_per_node: int, time_limit_min: int, gpus_per_task: int = 1
