@@ -13,11 +13,14 @@ from bench.advice.candidates import SYNC_KEY, Candidate, CandidateSet, list_last
 from bench.config.grid import RunSettings
 from bench.config.run_config import RunConfig
 from bench.config.speed_columns import compute_speed_columns
+from bench.core import processes
 from bench.core.errors import ImpossibleError, UsageError
+from bench.core.progress import observe_progress, track_progress
 from bench.planning.batch_search import BatchTrial, search_largest_batches
-from bench.planning.run_predictions import RunPrediction, Unpredictable, predict_configs
+from bench.planning.run_predictions import RunPrediction, Unpredictable, add_predictions, predict_configs
 from bench.prediction.prediction import DOES_NOT_FIT, FITS, Prediction
 from bench.prediction.state_memory import predict_state_alone
+from bench.prediction.trace.trace_cache import add_loaded_traces, get_loaded_traces
 
 SECONDS_PER_HOUR = 3600
 HOURS_PER_DAY = 24
@@ -280,7 +283,43 @@ def _set_oversized_apart(candidates: Sequence[Candidate]) -> tuple[list[Candidat
 
 
 def _find_largest_batches(configs: Sequence[RunConfig]) -> list[int | None]:
-    """Sequences per GPU that fit, 0 if not even one does; None where the memory is unknown or nothing is predicted.
+    """Sequences per GPU that fit, 0 if not even one does; None where the memory is unknown or nothing is predicted."""
+    num_workers = min(processes.count_workers(), len(configs) // MIN_SEARCHES_PER_PROCESS)
+    if num_workers < 2:
+        return _search_replayed_batches(configs)
+    predict_configs([_begin_search(config) for config in configs], replay_allocator=False)  # records traces, for all
+    parts = [configs[first : first + SEARCHES_PER_TASK] for first in range(0, len(configs), SEARCHES_PER_TASK)]
+    sizes: list[int | None] = []
+    with processes.open_worker_pool(num_workers, add_loaded_traces, (get_loaded_traces(),)) as pool:
+        found = track_progress(pool.map(_search_part, parts), len(parts), "searching batch sizes")
+        for part, (found_sizes, predictions) in zip(parts, found, strict=True):
+            sizes += found_sizes
+            add_predictions(_resize_all(part, found_sizes), predictions)
+    return sizes
+
+
+MIN_SEARCHES_PER_PROCESS, SEARCHES_PER_TASK = 4, 2
+
+
+def _search_part(configs: Sequence[RunConfig]) -> tuple[list[int | None], list[RunPrediction]]:
+    """The largest batches of some of the runs, and what is predicted of these; the process that shares them out tells
+    how far it is."""
+    with observe_progress(None):
+        sizes = _search_replayed_batches(configs)
+        return sizes, predict_configs(_resize_all(configs, sizes))
+
+
+def _resize_all(configs: Sequence[RunConfig], largest_batches: Sequence[int | None]) -> list[RunConfig]:
+    """Each run at its largest batch, or its smallest if none fits; without those of which none is known."""
+    return [
+        config.resize_batch(size or _find_smallest_batch(config))
+        for config, size in zip(configs, largest_batches, strict=True)
+        if size is not None
+    ]
+
+
+def _search_replayed_batches(configs: Sequence[RunConfig]) -> list[int | None]:
+    """The largest batches, in this process.
 
     The search goes by what is allocated, which grows linearly with the batch. Then the allocator is replayed for what
     was found: where a block finds no place, smaller batches are tried.

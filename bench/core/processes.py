@@ -163,7 +163,7 @@ def open_worker_pool(
     workers: int, initializer: Callable[..., object] | None = None, initargs: tuple[Any, ...] = ()
 ) -> Iterator[ProcessPoolExecutor]:
     """Children that work through calls; gone at once when it is left by an exception, Ctrl-C included."""
-    pool = _Pool(workers, get_mp_context(), _initialize_worker, (initializer, initargs))
+    pool = _Pool(workers, get_mp_context(), _initialize_worker, (workers > 1, initializer, initargs))
     try:
         pool.submit(int)  # starts the processes, or the first of them
         yield pool
@@ -175,8 +175,21 @@ def open_worker_pool(
         pool.shutdown(cancel_futures=True)
 
 
-def _initialize_worker(initializer: Callable[..., object] | None, initargs: tuple[Any, ...]) -> None:
+_is_one_of_several = False
+"""Whether this process works for a pool, beside others."""
+
+
+def count_workers() -> int:
+    """Processes to share work among: one per processor; one where this process is itself one of several."""
+    return 1 if _is_one_of_several else os.cpu_count() or 1
+
+
+def _initialize_worker(
+    is_one_of_several: bool, initializer: Callable[..., object] | None, initargs: tuple[Any, ...]
+) -> None:
     """One thread for each: GNU's OpenMP waits forever for the threads of the process that this one was forked from."""
+    global _is_one_of_several
+    _is_one_of_several = is_one_of_several
     bind_to_parent()
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)

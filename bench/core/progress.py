@@ -26,8 +26,8 @@ _observer: contextvars.ContextVar[ProgressObserver | None] = contextvars.Context
 
 
 @contextlib.contextmanager
-def observe_progress(observer: ProgressObserver) -> Iterator[None]:
-    """Have `observer` told of everything that is counted meanwhile in this thread."""
+def observe_progress(observer: ProgressObserver | None) -> Iterator[None]:
+    """Have `observer`, or nobody, told of everything that is counted meanwhile in this thread."""
     token = _observer.set(observer)
     try:
         yield

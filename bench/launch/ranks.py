@@ -62,6 +62,11 @@ class RankExit:
     """It could not be killed."""
 
 
+def preload_for_ranks(config: RunConfig) -> None:
+    """Import what the ranks of a run need once, if they will find it because they are forked."""
+    processes.preload_if_forking(("bench.rank.run_rank", *config.modules_to_preload))
+
+
 @dataclass
 class RankProcess:
     """A started rank, the pipe its outcome comes through, and the outcome."""

@@ -18,7 +18,6 @@ from typing import Annotated, Any
 
 from bench import records
 from bench.config.run_config import RunConfig
-from bench.core import processes
 from bench.core.command_line import refuse_unreadable_store
 from bench.core.errors import ImpossibleError, invalid_value_error
 from bench.core.typed_config import Within, build_dataclass
@@ -33,6 +32,7 @@ from bench.launch.ranks import (
     StopSignal,
     connect_to_rendezvous,
     kill_ranks,
+    preload_for_ranks,
     start_ranks,
     wait_for_ranks,
 )
@@ -98,7 +98,7 @@ def execute_run(
     OSError
         If the store cannot be written.
     """
-    processes.preload_if_forking(config.modules_to_preload)
+    preload_for_ranks(config)
     write_dead_attempt_row(store, config.run_id)
     attempt = Attempt.begin(config, store, {"process": describe_this_process()}, {"launcher": launcher, "sweep": sweep})
     rank_coordinates = [

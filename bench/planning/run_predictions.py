@@ -37,6 +37,13 @@ def predict_configs(configs: Sequence[RunConfig], *, replay_allocator: bool = Tr
     return [_predictions[config.run_id, replay_allocator] for config in configs]
 
 
+def add_predictions(configs: Sequence[RunConfig], predictions: Sequence[RunPrediction]) -> None:
+    """Have what another process predicted of runs, the allocator replayed, for what this one predicted."""
+    _predictions.update(
+        ((config.run_id, True), prediction) for config, prediction in zip(configs, predictions, strict=True)
+    )
+
+
 def _predict_new_runs(configs: list[RunConfig], replay_allocator: bool) -> list[RunPrediction]:
     """All at once; where that fails one by one, so that one run costs the others nothing."""
     try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import os
 from collections.abc import Sequence
 
 from bench.config.rehearsal import Rehearsal
@@ -144,7 +143,7 @@ def compute_prediction_id(config: RunConfig) -> str:
 def _predict_uncached(configs: list[RunConfig], replay_allocator: bool) -> list[Prediction]:
     simulate = functools.partial(_simulate_run, replay_allocator=replay_allocator)
     load_traces(list({trace: None for config in configs for trace in _list_traces(config)}))
-    num_workers = os.cpu_count() or 1
+    num_workers = processes.count_workers()
     work = sum(config.trained_model.num_blocks or 1 for config in configs) * (REPLAY_WEIGHT if replay_allocator else 1)
     if num_workers == 1 or work < MIN_BLOCKS_FOR_PROCESSES:
         return [simulate(config) for config in track_progress(configs, len(configs), "simulating steps")]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,7 +76,7 @@ class PredictedRowWriter:
 
     def write_rows(self, configs: Sequence[RunConfig], predictions: Sequence[RunPrediction]) -> list[Record]:
         """Write a row for each run; many are shared among the processors. What `drop_settings` leaves of them."""
-        num_workers = min(os.cpu_count() or 1, len(configs) // MIN_ROWS_PER_PROCESS)
+        num_workers = min(processes.count_workers(), len(configs) // MIN_ROWS_PER_PROCESS)
         if num_workers < 2:
             return list(map(self.write_row, configs, predictions))
         with processes.open_worker_pool(num_workers) as pool:

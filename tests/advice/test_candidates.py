@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 
 from bench.advice import ranking
 from bench.advice.candidates import SYNC_KEY, build_candidates
 from bench.advice.ranking import rank_candidates
 from bench.config.grid import RunSettings
+from bench.planning import run_predictions
 from bench.prediction.prediction import DOES_NOT_FIT
 
 SMALL: RunSettings = {
@@ -57,6 +61,31 @@ def test_what_state_alone_makes_too_large_is_a_row_without_a_trace(monkeypatch: 
     predicted.clear()
     assert not rank_candidates(build_candidates(too_small, {}).to_predict).possible
     assert set(predicted) == {1, 2, 4}
+
+
+@pytest.mark.slow
+def test_searches_that_processes_share_find_what_one_finds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """On eight GPUs whose memory some candidates fill with few sequences, and the others with many."""
+    settings = {**SMALL, "hardware.memory_limit_gib": "0.5", "gpus": "8"}
+    candidates = build_candidates(settings, {}).to_predict
+    search_here, this_process = ranking._search_replayed_batches, os.getpid()
+    found = {}
+    for workers in (1, 2):
+        monkeypatch.setattr(run_predictions, "_predictions", {})
+        monkeypatch.setenv("BENCH_CACHE", str(tmp_path / str(workers)))
+        monkeypatch.setattr(ranking.processes, "count_workers", lambda workers=workers: workers)
+        searching = []
+
+        def search(configs, searching=searching):
+            searching.append(os.getpid())
+            return search_here(configs)
+
+        monkeypatch.setattr(ranking, "_search_replayed_batches", search)
+        ranked = rank_candidates(candidates)
+        found[workers] = [(row.settings, row.largest_batch, row.prediction) for row in ranked.possible]
+        assert searching == ([this_process] if workers == 1 else [])  # of two that are forked, none is this one
+    assert found[1] == found[2]
+    assert len({largest_batch for _, largest_batch, _ in found[1]}) > 2
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "fsdp"])

@@ -333,6 +333,15 @@ def test_a_worker_computes_where_its_parent_did_so_with_threads() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_work_is_shared_once() -> None:
+    """Not again by each of several processes that share it; a process that works alone may share what it does."""
+    everything = processes.count_workers()
+    assert everything == os.cpu_count()
+    for workers, expected in ((1, everything), (2, 1)):
+        with processes.open_worker_pool(workers) as pool:
+            assert pool.submit(processes.count_workers).result(timeout=60) == expected
+
+
 DISCARD_PROCESS_GROUP_THEN_FORK = """
 import gc, os, types
 import torch

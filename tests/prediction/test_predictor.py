@@ -214,10 +214,10 @@ def test_a_prediction_survives_being_written_down(empty_cache):
 
 def test_processes_agree_with_one(empty_cache, monkeypatch):
     runs = [config(gpus=gpus, batch_size_per_gpu=batch) for gpus in (8, 16, 32) for batch in range(2, 18)]
-    monkeypatch.setattr(predictor.os, "cpu_count", lambda: 1)
+    monkeypatch.setattr(predictor.processes, "count_workers", lambda: 1)
     alone = predict_runs(runs)
     monkeypatch.setenv(cache.CACHE_DIR_VARIABLE, "")
-    monkeypatch.setattr(predictor.os, "cpu_count", lambda: 3)
+    monkeypatch.setattr(predictor.processes, "count_workers", lambda: 3)
     monkeypatch.setattr(predictor, "MIN_BLOCKS_FOR_PROCESSES", 1)
     assert predict_runs(runs) == alone
 

@@ -105,7 +105,7 @@ def test_rows_are_the_same_whether_one_process_writes_them_or_several(tmp_path, 
     open_worker_pool = predict_sweep.processes.open_worker_pool
     for name, min_rows in (("one", 1000), ("several", 2)):
         monkeypatch.setattr(predict_sweep, "MIN_ROWS_PER_PROCESS", min_rows)
-        monkeypatch.setattr(predict_sweep.os, "cpu_count", lambda: 2)
+        monkeypatch.setattr(predict_sweep.processes, "count_workers", lambda: 2)
         monkeypatch.setattr(
             predict_sweep.processes, "open_worker_pool", lambda count: writers.append(count) or open_worker_pool(count)
         )

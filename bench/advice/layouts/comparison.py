@@ -23,6 +23,7 @@ from bench.config.run_config import RunConfig, build_run_config
 from bench.core.errors import ImpossibleError, UsageError
 from bench.models.base import BUDGET
 from bench.models.checkpointing import CHECKPOINTING_MODES
+from bench.prediction.parameter_facts import find_parameter_facts
 
 MIN_GPUS = 65
 """From which on layouts are searched."""
@@ -161,7 +162,7 @@ def _count_sequences(text: str, tokens_per_sequence: int) -> int:
 
 def _is_state_large(subject: RunConfig) -> bool:
     memory_gb = subject.hardware.memory_gb
-    state_gb = TRAINING_STATE_BYTES * subject.model.num_parameters / subject.gpus / 1e9
+    state_gb = TRAINING_STATE_BYTES * find_parameter_facts(subject.model).count / subject.gpus / 1e9
     return memory_gb is not None and state_gb > MAX_STATE_SHARE * memory_gb
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 from bench import records
 from bench.config.run_config import RunConfig
-from bench.core import processes
 from bench.core.errors import ImpossibleError
 from bench.hardware import refuse_unsupported
 from bench.hardware.detect import detect_device
@@ -25,7 +24,7 @@ from bench.launch.attempt import (
     write_lost_row,
     write_with_retries,
 )
-from bench.launch.ranks import RankExit, RendezvousServer, StopSignal, find_address_towards
+from bench.launch.ranks import RankExit, RendezvousServer, StopSignal, find_address_towards, preload_for_ranks
 from bench.launch.slurm import job_end, queue
 from bench.launch.slurm.coordination import LeaderLostError, RankCoordinator, publish_address, wait_for_address
 from bench.launch.slurm.job_environment import SlurmJobEnvironment, SlurmStopSignal
@@ -73,7 +72,7 @@ class SlurmJob:
         address_path = self.job_folder / f"meeting-{job_environment.job_id}-{job_environment.restart_count}.json"
         with SlurmStopSignal(job_environment, ends_at) as stop:
             config = self.task.config
-            processes.preload_if_forking(config.modules_to_preload)
+            preload_for_ranks(config)
             if job_environment.coordinates.rank == 0:
                 self._run_leader(job_environment, address_path, stop, deadline)
             else:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any
@@ -86,7 +85,7 @@ def load_traces(needed_traces: list[KeyAndSize]) -> None:
         return
     groups = _group_by_shapes(missing_traces.values())
     num_recorded = sum(map(len, groups))
-    num_workers = min(os.cpu_count() or 1, num_recorded)
+    num_workers = min(processes.count_workers(), num_recorded)
     if processes.needs_isolation() or (num_workers > 1 and num_recorded >= MIN_TRACES_FOR_PROCESSES):
         _preload_for_workers([key for key, _ in missing_traces.values()])
         groups = _share_groups(groups, num_workers)
