@@ -98,7 +98,8 @@ def find_user_packages(*parts: Any) -> tuple[str, ...]:
 def _iterate_user_packages(part: Any) -> Iterator[str]:
     yield from _find_class_packages(type(part))  # type: ignore[arg-type]
     if dataclasses.is_dataclass(part):
-        for value in vars(part).values():
+        for field in dataclasses.fields(part):  # not what it has worked out and keeps: a library's, some of it
+            value = getattr(part, field.name)
             if dataclasses.is_dataclass(value):
                 yield from _iterate_user_packages(value)
 
