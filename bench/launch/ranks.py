@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import faulthandler
+import importlib
 import ipaddress
 import multiprocessing.process
 import os
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from bench.rank.run_rank import RankOutcome
+
+RANK_MODULE = "bench.rank.run_rank"
 
 FAILURE_REPORT_TIMEOUT_S = 2.0
 """After a rank failed, how long the others may take to say that they failed too, before they are killed."""
@@ -63,8 +66,10 @@ class RankExit:
 
 
 def preload_for_ranks(config: RunConfig) -> None:
-    """Import what the ranks of a run need once, if they will find it because they are forked."""
-    processes.preload_if_forking(("bench.rank.run_rank", *config.modules_to_preload))
+    """Import what the ranks of a run need once, if they will find it because they are forked, and what their outcomes
+    consist of: when one has failed, there is no time for it, since the others are soon taken to be stuck."""
+    processes.preload_if_forking((RANK_MODULE, *config.modules_to_preload))
+    importlib.import_module(RANK_MODULE)
 
 
 @dataclass

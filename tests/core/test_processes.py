@@ -127,6 +127,25 @@ def test_a_rank_forked_after_cuda_was_touched_says_so(tmp_path):
     assert "forked from a process that had started CUDA" in error
 
 
+PRELOAD_BESIDE_GPUS = """
+import sys
+from bench.config.compose import compose_config
+from bench.config.run_config import build_run_config
+from bench.core import processes
+from bench.launch.ranks import preload_for_ranks
+
+processes.can_reach_gpus = lambda: True
+preload_for_ranks(build_run_config(compose_config({"model": "gpt_tiny", "gpus": "2"})))
+assert "bench.rank.run_rank" in sys.modules, "outcomes are read without an import"
+assert "transformers.modeling_utils" not in sys.modules, "libraries that may start CUDA are left to the ranks"
+"""
+
+
+@pytest.mark.slow
+def test_where_there_are_gpus_a_launcher_imports_what_outcomes_consist_of_and_no_models() -> None:
+    subprocess.run([sys.executable, "-c", PRELOAD_BESIDE_GPUS], cwd=ROOT, check=True, timeout=120)
+
+
 @pytest.mark.slow
 def test_a_forked_rank_refuses_what_it_cannot_use(tmp_path, monkeypatch):
     monkeypatch.setattr("torch.cuda._is_in_bad_fork", lambda: True)
