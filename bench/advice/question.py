@@ -92,7 +92,7 @@ class AdviceQuestion:
 
 
 def read_question(
-    arguments: Sequence[str], option_values: dict[str, str | None], device: DetectedDevice
+    arguments: Sequence[str], option_values: dict[str, str | None], detect: Callable[[], DetectedDevice]
 ) -> AdviceQuestion:
     """Read a command line.
 
@@ -102,8 +102,8 @@ def read_question(
         Hydra overrides, and ``key=value`` for any key of `option_values`.
     option_values: dict
         How to answer (tokens, price, details and so on), None where it was not said as an option.
-    device: Device
-        This machine's, for ``hardware=auto``.
+    detect: callable
+        Finds this machine's device, for ``hardware=auto`` alone: where there are GPUs that takes seconds.
 
     Raises
     ------
@@ -124,7 +124,7 @@ def read_question(
         cluster_fields = compose_config({key: values[0] for key, values in values_by_key.items() if key == "cluster"})[
             "cluster"
         ]
-        values_by_key["hardware"] = [cluster_fields.get("hardware") or find_hardware_description(device)]
+        values_by_key["hardware"] = [cluster_fields.get("hardware") or find_hardware_description(detect())]
     knobs = {
         key: values
         for key, values in values_by_key.items()
@@ -361,7 +361,7 @@ def parse_predict_arguments(arguments: Sequence[str], description: str | None) -
         ["details=true" if argument == "explain" else argument for argument in arguments]
     )
     option_values = {name: getattr(options, name) for name in (*options_help, "details")}
-    return _require_model(read_question(options.overrides, option_values, detect_device()), "predict")
+    return _require_model(read_question(options.overrides, option_values, detect_device), "predict")
 
 
 def parse_advise_arguments(arguments: Sequence[str], description: str | None) -> tuple[AdviceQuestion | None, str]:
@@ -385,7 +385,7 @@ def parse_advise_arguments(arguments: Sequence[str], description: str | None) ->
     require_choice("format", output_format, ADVISE_FORMATS)
     overrides = [override for override in options.overrides if not override.startswith("format=")]
     option_values = {name: getattr(options, name) for name in advise_options}
-    return _require_model(read_question(overrides, option_values, detect_device()), "advise"), output_format
+    return _require_model(read_question(overrides, option_values, detect_device), "advise"), output_format
 
 
 def _build_question_parser(command: str, description: str | None, epilog: str) -> argparse.ArgumentParser:

@@ -20,7 +20,6 @@ from bench.planning.batch_search import BatchTrial, search_largest_batches
 from bench.planning.run_predictions import RunPrediction, Unpredictable, add_predictions, predict_configs
 from bench.prediction.prediction import DOES_NOT_FIT, FITS, Prediction
 from bench.prediction.state_memory import predict_state_alone
-from bench.prediction.trace.trace_cache import add_loaded_traces, get_loaded_traces
 
 SECONDS_PER_HOUR = 3600
 HOURS_PER_DAY = 24
@@ -285,12 +284,12 @@ def _set_oversized_apart(candidates: Sequence[Candidate]) -> tuple[list[Candidat
 def _find_largest_batches(configs: Sequence[RunConfig]) -> list[int | None]:
     """Sequences per GPU that fit, 0 if not even one does; None where the memory is unknown or nothing is predicted."""
     num_workers = min(processes.count_workers(), len(configs) // MIN_SEARCHES_PER_PROCESS)
-    if num_workers < 2:
+    if num_workers < 2 or processes.can_reach_gpus():  # children that are not forked import for longer than they search
         return _search_replayed_batches(configs)
     predict_configs([_begin_search(config) for config in configs], replay_allocator=False)  # records traces, for all
     parts = [configs[first : first + SEARCHES_PER_TASK] for first in range(0, len(configs), SEARCHES_PER_TASK)]
     sizes: list[int | None] = []
-    with processes.open_worker_pool(num_workers, add_loaded_traces, (get_loaded_traces(),)) as pool:
+    with processes.open_worker_pool(num_workers) as pool:
         found = track_progress(pool.map(_search_part, parts), len(parts), "searching batch sizes")
         for part, (found_sizes, predictions) in zip(parts, found, strict=True):
             sizes += found_sizes

@@ -212,6 +212,13 @@ def needs_isolation() -> bool:
     return can_reach_gpus() and multiprocessing.parent_process() is None
 
 
+def prepare_isolation() -> None:
+    """Where something is soon to be done in such a child, have the forkserver import torch from now on; returns at
+    once."""
+    if needs_isolation():
+        get_mp_context()
+
+
 # --- Python's garbage collector, kept from looking through thousands of objects that all stay.
 
 

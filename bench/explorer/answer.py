@@ -112,7 +112,7 @@ def read_state(state: ExplorerState) -> AdviceQuestion:
     UsageError
         If it cannot be asked, or is several at once.
     """
-    question = read_question(state.overrides, dict.fromkeys(COST_OPTIONS), detect_device())
+    question = read_question(state.overrides, dict.fromkeys(COST_OPTIONS), detect_device)
     if question.section_axes:
         key, values = next(iter(question.section_axes.items()))
         raise UsageError(f"{key}={','.join(values)} is not valid here: choose one value; a terminal takes several.")

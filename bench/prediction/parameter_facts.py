@@ -6,6 +6,7 @@ import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from bench.core import processes
 from bench.models import Family
 from bench.prediction import cache
 from bench.prediction.cache import build_cache_key
@@ -32,6 +33,7 @@ def find_parameter_facts(model: Family) -> ParameterFacts:
     entry = cache.read_entries(ENTRY_KIND, [key]).get(key)
     if entry is not None:
         return ParameterFacts(**entry)
+    processes.prepare_isolation()  # for traces: it imports torch while this process does
     module = model.build_model()
     vars(model).setdefault("num_parameters", model.count_parameters(module))
     longest_dimension = max(parameter.shape[0] for parameter in module.parameters())

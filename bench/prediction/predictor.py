@@ -70,6 +70,9 @@ MIN_BLOCKS_FOR_PROCESSES = 1280
 """Blocks of all runs' models together, from which on it pays to share the work among processes: a simulated step takes
 longer the more blocks there are, and `REPLAY_WEIGHT` times as long where the allocator may be replayed."""
 
+UNFORKED_START_WEIGHT = 8
+"""Times as many where processes are not forked from this one, and import first what builds models."""
+
 REPLAY_WEIGHT = 4
 
 NUM_REPLAYED_STEPS = 2
@@ -145,7 +148,8 @@ def _predict_uncached(configs: list[RunConfig], replay_allocator: bool) -> list[
     load_traces(list({trace: None for config in configs for trace in _list_traces(config)}))
     num_workers = processes.count_workers()
     work = sum(config.trained_model.num_blocks or 1 for config in configs) * (REPLAY_WEIGHT if replay_allocator else 1)
-    if num_workers == 1 or work < MIN_BLOCKS_FOR_PROCESSES:
+    min_work = MIN_BLOCKS_FOR_PROCESSES * (UNFORKED_START_WEIGHT if processes.can_reach_gpus() else 1)
+    if num_workers == 1 or work < min_work:
         return [simulate(config) for config in track_progress(configs, len(configs), "simulating steps")]
     sorted_indices = sorted(
         range(len(configs)), key=lambda index: repr((build_trace_key(configs[index]), configs[index].hardware))

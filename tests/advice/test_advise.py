@@ -267,7 +267,7 @@ def test_a_way_that_the_cpu_does_not_hold_says_so(capsys):
 def test_it_says_why_not_where_the_ranking_contradicts_the_tree():
     """Of FSDP that reshards, whatever else the suite has: with slow links two shards that stay send less than four."""
     typed = [*MODEL_OVERRIDES, *DECISION_PATHS["one node with slow links"][0]]
-    (guidance,) = build_guidance(read_question(typed, {}, CPU))
+    (guidance,) = build_guidance(read_question(typed, {}, lambda: CPU))
     rows = [row for row in guidance.case.ranking.possible if row.config.strategy.name == "fsdp"]
     alone = dataclasses.replace(guidance.case, ranking=CandidateRanking(rows, guidance.case.ranking.infeasible))
     fsdp_options = [
@@ -301,7 +301,7 @@ AGREEMENT_SENTENCES = {
 @pytest.mark.parametrize("longer", AGREEMENT_SENTENCES)
 def test_a_way_of_the_same_kind_agrees_if_it_is_as_fast(longer):
     """What is ranked best may be a copy per GPU as well, and yet far faster than the way that the tree names."""
-    (guidance,) = build_guidance(read_question([*MODEL_OVERRIDES, "gpus=4", "batch_size_per_gpu=64"], {}, CPU))
+    (guidance,) = build_guidance(read_question([*MODEL_OVERRIDES, "gpus=4", "batch_size_per_gpu=64"], {}, lambda: CPU))
     (row,) = (option.candidate for option in guidance.ranked_options if option.training_option.name == "DDP")
     assert row is not None
     alone = dataclasses.replace(guidance.case, ranking=CandidateRanking([row], []))
@@ -379,7 +379,7 @@ def test_a_way_to_train_adapters_keeps_what_it_has_of_what_was_asked(capsys):
     assert vars(trained["LoRA"].finetune) == {**vars(LoRA("lora")), "rank": 4}
     assert vars(trained["QLoRA"].finetune) == {**vars(QLoRA("qlora")), "rank": 4, "bits": 4}
     for option in (options["LoRA"], options["QLoRA"]):
-        read_question(option["predict"].split()[3:], {}, CPU)
+        read_question(option["predict"].split()[3:], {}, lambda: CPU)
 
 
 PRECISION_CASES = {

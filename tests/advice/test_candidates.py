@@ -70,9 +70,10 @@ def test_searches_that_processes_share_find_what_one_finds(monkeypatch: pytest.M
     candidates = build_candidates(settings, {}).to_predict
     search_here, this_process = ranking._search_replayed_batches, os.getpid()
     found = {}
-    for workers in (1, 2):
+    for workers, has_gpus in ((1, False), (2, False), (2, True)):
         monkeypatch.setattr(run_predictions, "_predictions", {})
-        monkeypatch.setenv("BENCH_CACHE", str(tmp_path / str(workers)))
+        monkeypatch.setenv("BENCH_CACHE", str(tmp_path / f"{workers}-{has_gpus}"))
+        monkeypatch.setattr(ranking.processes, "can_reach_gpus", lambda has_gpus=has_gpus: has_gpus)
         monkeypatch.setattr(ranking.processes, "count_workers", lambda workers=workers: workers)
         searching = []
 
@@ -82,10 +83,11 @@ def test_searches_that_processes_share_find_what_one_finds(monkeypatch: pytest.M
 
         monkeypatch.setattr(ranking, "_search_replayed_batches", search)
         ranked = rank_candidates(candidates)
-        found[workers] = [(row.settings, row.largest_batch, row.prediction) for row in ranked.possible]
-        assert searching == ([this_process] if workers == 1 else [])  # of two that are forked, none is this one
-    assert found[1] == found[2]
-    assert len({largest_batch for _, largest_batch, _ in found[1]}) > 2
+        found[workers, has_gpus] = [(row.settings, row.largest_batch, row.prediction) for row in ranked.possible]
+        is_shared = workers == 2 and not has_gpus  # processes that are not forked from this one would import first
+        assert searching == ([] if is_shared else [this_process])
+    assert found[1, False] == found[2, False] == found[2, True]
+    assert len({largest_batch for _, largest_batch, _ in found[1, False]}) > 2
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "fsdp"])

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from bench import predict
+from bench.advice import question as questions
+from bench.hardware.detect import DetectedDevice
 
 pytestmark = pytest.mark.slow
 
@@ -55,3 +57,15 @@ def test_optimizers_with_smaller_states_need_less(capsys: pytest.CaptureFixture[
     num_parameters = 1_235_814_400
     assert adamw - adamw_8bit == pytest.approx(6 * num_parameters, rel=0.03)  # two states of 4 bytes, or of 1
     assert adafactor < adamw_8bit
+
+
+@pytest.mark.parametrize(("hardware", "asks"), [(("hardware=h100_80gb",), 0), (("hardware=auto",), 1), ((), 1)])
+def test_this_machines_device_is_looked_for_where_none_is_named(hardware: tuple[str, ...], asks: int) -> None:
+    asked = []
+
+    def detect() -> DetectedDevice:
+        asked.append(True)
+        return DetectedDevice("cpu", "a processor", 0)
+
+    questions.read_question(["model=gpt_tiny", "gpus=8", *hardware], {}, detect)
+    assert len(asked) == asks

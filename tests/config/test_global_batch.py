@@ -187,7 +187,7 @@ def test_a_ranking_is_at_equal_global_batch_and_else_warns_of_large_steps() -> N
 
 def test_several_global_batches_are_a_table_each() -> None:
     options: dict[str, str | None] = dict.fromkeys(("tokens", "details", "timeline", "format", "top"))
-    question = read_question(["gpus=4", "global_batch=64,128"], options, CPU)
+    question = read_question(["gpus=4", "global_batch=64,128"], options, lambda: CPU)
     assert [section["global_batch"] for section in question.list_sections()] == ["64", "128"]
 
 

@@ -222,6 +222,29 @@ def test_processes_agree_with_one(empty_cache, monkeypatch):
     assert predict_runs(runs) == alone
 
 
+def test_few_runs_are_not_shared_among_processes_that_import_first(empty_cache, monkeypatch):
+    runs = [config(gpus=gpus) for gpus in (8, 16)]
+    monkeypatch.setattr(predictor.processes, "count_workers", lambda: 2)
+    monkeypatch.setattr(predictor, "MIN_BLOCKS_FOR_PROCESSES", 1 + count_work(runs) // predictor.UNFORKED_START_WEIGHT)
+    shared, share = [], predictor.processes.open_worker_pool
+
+    def note_and_share(workers, *arguments):
+        shared.append(workers)
+        return share(workers, *arguments)
+
+    for has_gpus, expected in ((True, []), (False, [2])):
+        predict_runs([config(gpus=4)])  # has traced what both need
+        monkeypatch.setattr(predictor.processes, "open_worker_pool", note_and_share)
+        monkeypatch.setattr(predictor.processes, "can_reach_gpus", lambda has_gpus=has_gpus: has_gpus)
+        predict_runs(runs)
+        assert shared == expected
+        monkeypatch.setenv(cache.CACHE_DIR_VARIABLE, "")
+
+
+def count_work(runs):
+    return predictor.REPLAY_WEIGHT * sum(run.model.num_blocks for run in runs)
+
+
 @pytest.mark.alone
 def test_thousands_of_runs_are_predicted_in_a_minute(empty_cache):
     """4,000 runs over the paper's models: a minute on two cores the first time, seconds afterwards. A sixth of them

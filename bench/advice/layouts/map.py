@@ -101,7 +101,7 @@ def main(arguments: Sequence[str]) -> int:
     require_choice("format", output_format, OUTPUT_FORMATS)
     figure = _parse_figure(given.get("figure") or options.figure)
     overrides = [override for override in options.overrides if not override.startswith(MAP_OPTIONS)]
-    question = read_question(overrides, {"layouts": "all"}, detect_device())
+    question = read_question(overrides, {"layouts": "all"}, detect_device)
     unmapped = [key for key in question.section_axes if key not in ("model", "gpus")]
     if unmapped:
         raise invalid_value_error(unmapped[0], ",".join(question.section_axes[unmapped[0]]), "one value for a map")
