@@ -253,7 +253,7 @@ def _resize(candidate: Candidate, largest_batch: int | None) -> RunConfig:
     """A candidate at its largest batch, or its smallest if none fits; as it was asked for where that says the batch."""
     if candidate.has_requested_batch or largest_batch is None:
         return candidate.config
-    return candidate.config.resize_batch(largest_batch or _find_smallest_batch(candidate.config))
+    return _take_batch(candidate.config, largest_batch)
 
 
 def _build_row(
@@ -284,7 +284,7 @@ def _set_oversized_apart(candidates: Sequence[Candidate]) -> tuple[list[Candidat
 def _find_largest_batches(configs: Sequence[RunConfig]) -> list[int | None]:
     """Sequences per GPU that fit, 0 if not even one does; None where the memory is unknown or nothing is predicted."""
     num_workers = min(processes.count_workers(), len(configs) // MIN_SEARCHES_PER_PROCESS)
-    if num_workers < 2 or processes.can_reach_gpus():  # children that are not forked import for longer than they search
+    if num_workers < 2 or not processes.forks_children():  # others would import for longer than they search
         return _search_replayed_batches(configs)
     predict_configs([_begin_search(config) for config in configs], replay_allocator=False)  # records traces, for all
     parts = [configs[first : first + SEARCHES_PER_TASK] for first in range(0, len(configs), SEARCHES_PER_TASK)]
@@ -298,6 +298,7 @@ def _find_largest_batches(configs: Sequence[RunConfig]) -> list[int | None]:
 
 
 MIN_SEARCHES_PER_PROCESS, SEARCHES_PER_TASK = 4, 2
+"""From how many on a process is worth its start, and how many it takes at a time."""
 
 
 def _search_part(configs: Sequence[RunConfig]) -> tuple[list[int | None], list[RunPrediction]]:
@@ -309,12 +310,17 @@ def _search_part(configs: Sequence[RunConfig]) -> tuple[list[int | None], list[R
 
 
 def _resize_all(configs: Sequence[RunConfig], largest_batches: Sequence[int | None]) -> list[RunConfig]:
-    """Each run at its largest batch, or its smallest if none fits; without those of which none is known."""
+    """The runs whose largest batch is known, each at it."""
     return [
-        config.resize_batch(size or _find_smallest_batch(config))
-        for config, size in zip(configs, largest_batches, strict=True)
-        if size is not None
+        _take_batch(config, largest_batch)
+        for config, largest_batch in zip(configs, largest_batches, strict=True)
+        if largest_batch is not None
     ]
+
+
+def _take_batch(config: RunConfig, largest_batch: int) -> RunConfig:
+    """A run at its largest batch, or its smallest if none fits."""
+    return config.resize_batch(largest_batch or _find_smallest_batch(config))
 
 
 def _search_replayed_batches(configs: Sequence[RunConfig]) -> list[int | None]:

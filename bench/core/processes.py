@@ -65,9 +65,14 @@ def has_gpu_driver() -> bool:
     return any(Path("/dev", name).exists() for name in GPU_DEVICE_FILES)
 
 
+def forks_children() -> bool:
+    """Whether children are forked from this process, with all it has imported; else from the forkserver."""
+    return not can_reach_gpus()
+
+
 def get_mp_context() -> ForkContext | ForkServerContext:
     """How children are started here."""
-    if not can_reach_gpus():
+    if forks_children():
         return multiprocessing.get_context("fork")
     forkserver_context = multiprocessing.get_context("forkserver")
     forkserver_context.set_forkserver_preload(list(FORKSERVER_MODULES))
@@ -106,7 +111,7 @@ def block_signals(*signals: signal.Signals) -> Iterator[None]:
 
 def preload_if_forking(modules: Sequence[str]) -> None:
     """Import what children will need, if they will find it because they are forked."""
-    if not can_reach_gpus():
+    if forks_children():
         preload_modules(tuple(modules))
 
 

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from bench.rank.run_rank import RankOutcome
 
 RANK_MODULE = "bench.rank.run_rank"
+"""What a rank runs, and what its outcome consists of."""
 
 FAILURE_REPORT_TIMEOUT_S = 2.0
 """After a rank failed, how long the others may take to say that they failed too, before they are killed."""
