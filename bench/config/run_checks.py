@@ -86,7 +86,7 @@ def check_run(config: RunConfig) -> None:
     require_finetune(config.strategy, config.finetune.name)
     if config.trained_precision != config.precision:
         require_fp32_adapters(config.strategy)
-    config.strategy.check_finetune(config.finetune.name, config.finetune.quantised_bits)
+    config.strategy.check_finetune(config.finetune.quantised_bits, config.finetune.adapter_dropout)
     if config.activation_offload and config.compile:
         raise ImpossibleError(
             "activation_offload=true is not valid with compile=true, whose blocks keep what the compiler chooses: "

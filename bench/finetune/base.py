@@ -57,6 +57,11 @@ class Finetune(ABC):
         """Bits of a frozen weight; None where none is quantised."""
         return None
 
+    @property
+    def adapter_dropout(self) -> float:
+        """Probability that adapters take an element of their input as zero."""
+        return 0.0
+
     def check(self, family: Family, precision: Precision, device: str) -> None:
         """Raise `UsageError` where a knob makes no sense for this model, precision and device (cpu or cuda)."""
 

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -36,6 +36,12 @@ from bench.models import Batch, Family, FlopCount
 from bench.models.base import FULL, NONE, StoredFormat, find_checkpointing_interval
 from bench.models.block_checkpointing import checkpoint_blocks
 from bench.models.checkpointing import shorten_family
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.parallel.style import ParallelStyle
+
+    from bench.models.division import LayerDivision
+    from bench.models.pipeline_stage import PipelineStageModule
 
 
 @dataclass(frozen=True)
@@ -115,6 +121,30 @@ class AdaptedFamily(Family):
 
     def count_tokens_per_sequence(self, sequence_length: int) -> int:
         return self.base.count_tokens_per_sequence(sequence_length)
+
+    def count_expert_tokens(self, sequence_length: int) -> tuple[int, ...]:
+        return self.base.count_expert_tokens(sequence_length)
+
+    def build_layer_division(self, model: nn.Module, *, sequence_parallel: bool) -> LayerDivision:
+        from bench.finetune.division import divide_adapters
+
+        division = self.base.build_layer_division(model, sequence_parallel=sequence_parallel)
+        return divide_adapters(division)
+
+    def find_layer_style(self, layer: nn.Module, style: ParallelStyle) -> ParallelStyle:
+        from bench.finetune.division import find_layer_style
+
+        return find_layer_style(layer, style)
+
+    @property
+    def num_blocks(self) -> int | None:
+        return self.base.num_blocks
+
+    def build_stage(self, model: nn.Module, blocks: range) -> PipelineStageModule:
+        return self.base.build_stage(model, blocks)
+
+    def find_stage_input_shapes(self, block: int, sequence_length: int) -> tuple[tuple[int, int], ...]:
+        return self.base.find_stage_input_shapes(block, sequence_length)
 
     def check_sequence_length(self, sequence_length: int) -> None:
         self.base.check_sequence_length(sequence_length)

@@ -59,6 +59,10 @@ class LoRA(Finetune):
             self.rank, self.alpha, tuple(self.target_modules), dropout=self.dropout, fp32_adapters=self.fp32_adapters
         )
 
+    @property
+    def adapter_dropout(self) -> float:
+        return self.dropout
+
     def find_trained_precision(self, precision: Precision) -> Precision:
         return dataclasses.replace(precision, parameters="fp32", reduce="fp32") if self.fp32_adapters else precision
 

@@ -18,6 +18,7 @@ from bench.core.units import MIB
 if TYPE_CHECKING:
     import torch
     from torch import nn
+    from torch.distributed.tensor.parallel.style import ParallelStyle
 
     from bench.models.division import LayerDivision
     from bench.models.pipeline_stage import PipelineStageModule
@@ -341,6 +342,10 @@ class Family(ABC):
         `sequence_parallel` says so.
         """
         raise ImpossibleError(f"model.family={self.family} does not say how its layers are divided among ranks.")
+
+    def find_layer_style(self, layer: nn.Module, style: ParallelStyle) -> ParallelStyle:
+        """The style that divides a linear layer of the model as `style` divides torch's own."""
+        return style
 
     def find_undivided_sequence_reason(self) -> str:
         """Why context parallelism cannot divide its sequences, as a relative clause; empty if it can: a causal language

@@ -15,8 +15,19 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
+WHOLE = Replicate()
+
 SEQUENCE_SHARD = Shard(1)
 """The dimension of hidden states that sequence parallelism divides."""
+
+
+@dataclass(frozen=True)
+class FusedMatrices:
+    """Matrices that one parameter holds, one behind the other."""
+
+    count: int
+    dimension: int = -1
+    """Of the parameter, along which they follow one another and are divided."""
 
 
 @dataclass
@@ -27,9 +38,8 @@ class LayerDivision:
     """Modules, and how each is divided; applied in this order."""
     divided_attributes: list[tuple[nn.Module, str]] = field(default_factory=list)
     """Modules and those of their attributes that count what a rank has a part of: heads, or the width of all heads."""
-    fused_matrix_counts: dict[str, int] = field(default_factory=dict)
-    """Parameters that hold several matrices one beside the other on their last dimension, by name, and how many: each
-    of them is divided."""
+    fused_matrices: dict[str, FusedMatrices] = field(default_factory=dict)
+    """Parameters that hold several matrices, by name: each of them is divided."""
 
     def apply_to_model(self, model: nn.Module, mesh: DeviceMesh) -> None:
         """Divide a model, which is on meta, over a mesh of one dimension. Tied parameters stay tied."""
@@ -39,7 +49,7 @@ class LayerDivision:
             for name, parameter in module.named_parameters(recurse=False)
         }
         for module, style in self.parallel_styles:
-            parallelize_module(module, mesh, style, src_data_rank=None)
+            divide_module(module, mesh, style)
         divided_parameters: dict[nn.Parameter, nn.Parameter] = {}
         for (module, name), parameter in original_parameters.items():
             module.register_parameter(name, divided_parameters.setdefault(parameter, module.get_parameter(name)))
@@ -47,15 +57,25 @@ class LayerDivision:
             setattr(module, attribute, getattr(module, attribute) // mesh.size())
 
     def arrange_parameter(self, name: str, full_parameter: torch.Tensor, degree: int) -> torch.Tensor:
-        """A whole parameter with its last dimension in such an order that equal parts of it are what ranks have.
+        """A whole parameter in such an order that equal parts of it are what ranks have.
 
         Of a fused one a rank has a part of each matrix.
         """
-        num_matrices = self.fused_matrix_counts.get(name, 1)
-        if num_matrices == 1:
+        fused = self.fused_matrices.get(name)
+        if fused is None:
             return full_parameter
-        matrices = full_parameter.unflatten(-1, (num_matrices, degree, -1))
-        return matrices.transpose(-3, -2).flatten(-3)
+        dimension = fused.dimension % full_parameter.ndim
+        matrices = full_parameter.unflatten(dimension, (fused.count, degree, -1))
+        return matrices.transpose(dimension, dimension + 1).flatten(dimension, dimension + 2)
+
+
+def divide_module(module: nn.Module, mesh: DeviceMesh, style: ParallelStyle) -> None:
+    """Divide a module, which is on meta, in a style of torch's. Frozen parameters stay frozen: those that
+    `SequenceParallel` replicates would not (torch 2.13)."""
+    is_trained = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
+    parallelize_module(module, mesh, style, src_data_rank=None)
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(is_trained[name])
 
 
 class RowwiseEmbedding(ParallelStyle):
@@ -97,29 +117,46 @@ class _RowLookup(nn.Embedding):
         return partial_sums.redistribute(placements=[Replicate()]).to_local()
 
 
-class TokenParallel(ParallelStyle):
-    """A layer that every rank has whole and computes for its own part of the tokens: the gradients of its parameters
-    are added up.
+class LocalComputation(ParallelStyle):
+    """A layer that computes with plain tensors: with its parameters whole on every rank, or with this rank's part of
+    its weight.
 
-    As `SequenceParallel`, but within the layer all tensors are plain ones: not every operator knows DTensors, and
-    products of several sequences' parts gather them (torch 2.13).
+    Gradients of what all ranks have whole, a parameter or an input, are added up. Whole layers that compute for a
+    rank's part of the tokens are as `SequenceParallel` has them, but not every operator knows DTensors, and products of
+    several sequences' parts gather them (torch 2.13).
+
+    Parameters
+    ----------
+    placement: Placement
+        Of its parameters.
     """
+
+    def __init__(self, placement: Placement = WHOLE) -> None:
+        super().__init__()
+        self.placement = placement
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         names = [name for name, _ in module.named_parameters(recurse=False)]
         for name in names:
             whole = module.get_parameter(name)
-            replicated = distribute_tensor(whole, device_mesh, [Replicate()], src_data_rank=self.src_data_rank)
-            module.register_parameter(name, nn.Parameter(replicated, requires_grad=whole.requires_grad))
+            divided = distribute_tensor(whole, device_mesh, [self.placement], src_data_rank=self.src_data_rank)
+            module.register_parameter(name, nn.Parameter(divided, requires_grad=whole.requires_grad))
         kind = type(module)
 
         def forward(self: nn.Module, tokens: torch.Tensor) -> Any:
-            own = {name: getattr(self, name).to_local(grad_placements=[Partial()]) for name in names}
-            tokens = tokens.to_local() if isinstance(tokens, DTensor) else tokens
-            return kind.forward(_OtherAttributes(self, own), tokens)
+            own = {name: _take_local(getattr(self, name)) for name in names}
+            return kind.forward(_OtherAttributes(self, own), _take_local(tokens))
 
         module.__class__ = type(kind.__name__, (kind,), {"forward": forward})
         return module
+
+
+def _take_local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a tensor. The gradient of what all have is the sum of theirs."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    grad_placements = [Partial() if placement.is_replicate() else placement for placement in tensor.placements]
+    return tensor.to_local(grad_placements=grad_placements)
 
 
 class _OtherAttributes:

@@ -169,6 +169,7 @@ class GPTFamily(Family):
         from bench.models.division import (
             SEQUENCE_SHARD,
             ColwiseConv1D,
+            FusedMatrices,
             LayerDivision,
             RowwiseConv1D,
             RowwiseEmbedding,
@@ -189,8 +190,8 @@ class GPTFamily(Family):
             elif layer in ("c_attn", "c_fc"):
                 layer_division.parallel_styles.append((module, ColwiseConv1D(input_layouts=hidden_layout)))
                 if layer == "c_attn":
-                    layer_division.fused_matrix_counts |= {
-                        f"{strip_checkpoint_wrappers(name)}.{parameter}": 3
+                    layer_division.fused_matrices |= {
+                        f"{strip_checkpoint_wrappers(name)}.{parameter}": FusedMatrices(3)
                         for parameter, _ in module.named_parameters()
                     }
             elif layer == "c_proj":

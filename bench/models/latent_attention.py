@@ -18,11 +18,10 @@ from torch.distributed.tensor.parallel import (
     PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
-    parallelize_module,
 )
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
-from bench.models.division import SEQUENCE_SHARD, TokenParallel
+from bench.models.division import SEQUENCE_SHARD, LocalComputation
 
 
 def is_latent_attention(module: nn.Module) -> bool:
@@ -39,7 +38,7 @@ def list_latent_attention_styles(attention: Any, *, sequence_parallel: bool) -> 
     queries = attention.q_proj if attention.q_b_proj is None else attention.q_b_proj
     styles: list[tuple[nn.Module, ParallelStyle]] = [
         (queries, ColwiseParallel(input_layouts=between_layers)),
-        (attention.kv_a_proj_with_mqa, _SharedByHeads(attention.kv_lora_rank, sequence_parallel=sequence_parallel)),
+        (attention.kv_a_proj_with_mqa, _SharedByHeads(attention.kv_lora_rank, between_layers)),
         (attention.kv_b_proj, ColwiseParallel()),
         (attention.o_proj, RowwiseParallel(output_layouts=between_layers)),
     ]
@@ -50,9 +49,9 @@ def list_latent_attention_styles(attention: Any, *, sequence_parallel: bool) -> 
         input_kwarg_layouts={"hidden_states": SEQUENCE_SHARD},
         desired_input_kwarg_layouts={"hidden_states": SEQUENCE_SHARD},
     )
-    styles.append((attention, parts))
+    styles += [(attention, parts), (attention.kv_a_proj_with_mqa, LocalComputation())]
     if attention.q_b_proj is not None:
-        styles += [(attention.q_a_proj, TokenParallel()), (attention.q_a_layernorm, SequenceParallel())]
+        styles += [(attention.q_a_proj, LocalComputation()), (attention.q_a_layernorm, SequenceParallel())]
     return styles
 
 
@@ -62,20 +61,22 @@ class _SharedByHeads(ParallelStyle):
 
     The layer that makes keys and values of the latent adds up the latent's gradients over ranks; those of the rotated
     part, which ranks have of their own heads, are added up here.
+
+    Parameters
+    ----------
+    latent_size: int
+    computed: Placement
+        What a rank computes of the sequence.
     """
 
-    def __init__(self, latent_size: int, *, sequence_parallel: bool) -> None:
+    def __init__(self, latent_size: int, computed: Placement) -> None:
         super().__init__()
         self._latent_size = latent_size
-        self._sequence_parallel = sequence_parallel
+        self._computed = computed
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if self._sequence_parallel:
-            parallelize_module(module, device_mesh, TokenParallel(), src_data_rank=self.src_data_rank)
-        computed: Placement = SEQUENCE_SHARD if self._sequence_parallel else Replicate()
-
         def gather(_module: nn.Module, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
-            whole = DTensor.from_local(output, device_mesh, [computed], run_check=False).redistribute(
+            whole = DTensor.from_local(output, device_mesh, [self._computed], run_check=False).redistribute(
                 placements=[Replicate()]
             )
             latent, rotated = whole.split([self._latent_size, output.shape[-1] - self._latent_size], dim=-1)

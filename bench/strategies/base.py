@@ -313,9 +313,9 @@ class Strategy(ABC):
     def check_optimizer(self, name: str, implementation: str) -> None:
         """Raise `ImpossibleError` where the strategy's parameters cannot be updated that way."""
 
-    def check_finetune(self, name: str, quantised_bits: int | None) -> None:
-        """Raise `ImpossibleError` where the resolved strategy cannot train a part of a model in a way that it supports,
-        or beside weights of so few bits."""
+    def check_finetune(self, quantised_bits: int | None, adapter_dropout: float) -> None:
+        """Raise `ImpossibleError` where the resolved strategy cannot train a part of a model in a way that it supports:
+        beside weights of so few bits, with adapters that take elements of their input as zero."""
 
     def check_mode(self, mode: str) -> None:
         """Raise `ImpossibleError` where there are no rows of this mode: measure, rehearse or predict."""

@@ -121,3 +121,10 @@ def require_packed_bits(strategy_name: str, quantised_bits: int | None) -> None:
             "bitsandbytes keeps such a weight whole in the state of its layer, whatever becomes of the parameter: "
             f"choose finetune.bits={PACKED_BITS}, or strategy ddp, single or zero1."
         )
+
+
+def require_no_dropout(field: str, dropout: float, condition: str) -> None:
+    """Raise `ImpossibleError` where ranks that have the same elements would drop out different ones."""
+    if dropout:
+        valid = f"0.0 with {condition}, whose ranks would have to drop out the same where they have the same"
+        raise invalid_value_error(field, dropout, valid, ImpossibleError)

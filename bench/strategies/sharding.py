@@ -80,7 +80,7 @@ class ShardingStrategy(Strategy):
                 "strategy.cpu_offload=true is not valid on a CPU, where parameters are already: choose false."
             )
 
-    def check_finetune(self, name: str, quantised_bits: int | None) -> None:
+    def check_finetune(self, quantised_bits: int | None, adapter_dropout: float) -> None:
         """Quantised weights of 4 bits are parameters like others."""
         require_packed_bits(self.name, quantised_bits)
 

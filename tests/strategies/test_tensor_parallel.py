@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.core.errors import ImpossibleError
-from bench.models.division import LayerDivision, RowwiseEmbedding
+from bench.models.division import FusedMatrices, LayerDivision, RowwiseEmbedding
 from bench.models.materialize import Materializer
 from bench.prediction.cost.collectives import CollectiveGroup, compute_collective_seconds
 from bench.prediction.cost.rank_groups import build_collective_group
@@ -107,7 +107,7 @@ def test_a_rehearsed_rank_keeps_its_part(execute: Execute) -> None:
 def test_a_fused_matrix_is_divided_part_by_part() -> None:
     query, key, value = torch.arange(12.0).reshape(3, 1, 4)
     fused = torch.cat([query, key, value], dim=-1)
-    arranged = LayerDivision(fused_matrix_counts={"weight": 3}).arrange_parameter("weight", fused, 2)
+    arranged = LayerDivision(fused_matrices={"weight": FusedMatrices(3)}).arrange_parameter("weight", fused, 2)
     for rank, mine in enumerate(arranged.chunk(2, dim=-1)):
         expected = torch.cat([each.chunk(2, dim=-1)[rank] for each in (query, key, value)], dim=-1)
         assert torch.equal(mine, expected)

@@ -173,7 +173,7 @@ class DeepSpeedStrategy(Strategy):
                     "offload from: choose none."
                 )
 
-    def check_finetune(self, name: str, quantised_bits: int | None) -> None:
+    def check_finetune(self, quantised_bits: int | None, adapter_dropout: float) -> None:
         """Quantised weights of 4 bits are parameters like others."""
         require_packed_bits(self.name, quantised_bits)
 

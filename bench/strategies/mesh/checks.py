@@ -13,7 +13,7 @@ from bench.strategies.mesh.knobs import ALL_TO_ALL, ALL_TO_ALL_DISPATCHER, TORCH
 from bench.strategies.mesh.layout import CONTEXT, EXPERT, PIPELINE, SHARDS, TENSOR
 from bench.strategies.pipeline.schedule import ALTERNATING_SCHEDULES, SPLIT_BACKWARD_SCHEDULES
 from bench.strategies.pipeline.schedule_checks import check_schedule, check_stage_blocks
-from bench.strategies.requirements import list_divisors, require_stored_reduce_dtype
+from bench.strategies.requirements import list_divisors, require_no_dropout, require_stored_reduce_dtype
 
 if TYPE_CHECKING:
     from bench.strategies.mesh.strategy import MeshStrategy
@@ -120,14 +120,9 @@ def check_model(strategy: MeshStrategy, family: Family, batch_size_per_gpu: int,
     """Raise `ImpossibleError` where a dimension cannot divide the model, its sequences or the batch."""
     layout = strategy.layout
     for name in (TENSOR, CONTEXT):
-        dropout: float = getattr(family, "dropout", 0)
-        if layout.get_degree(name) > 1 and dropout:
-            raise invalid_value_error(
-                "model.dropout",
-                dropout,
-                f"0.0 with strategy.{name}={layout.get_degree(name)}, whose ranks would have to drop out the same "
-                "where they have the same",
-                ImpossibleError,
+        if layout.get_degree(name) > 1:
+            require_no_dropout(
+                "model.dropout", getattr(family, "dropout", 0.0), f"strategy.{name}={layout.get_degree(name)}"
             )
     if layout.get_degree(*layout.expert_dims) > 1:
         _check_experts(strategy, family)
@@ -321,19 +316,3 @@ def _check_compile(strategy: MeshStrategy) -> None:
             f"compile=true is not valid with strategy.schedule={strategy.schedule}, since torch does not split the "
             "backward of compiled stages into that of inputs and of weights: choose false, or strategy.schedule=1f1b."
         )
-
-
-def check_finetune(strategy: MeshStrategy, name: str) -> None:
-    """Raise `ImpossibleError` where adapters and a dimension do not go together."""
-    if name == "full":
-        return
-    for dimension, reason in (
-        (TENSOR, "torch splits linear layers and embeddings, not layers with adapters"),
-        (PIPELINE, "a model with adapters does not say how it is cut into stages"),
-        (EXPERT, "experts are divided before they have adapters"),
-    ):
-        if strategy.layout.get_degree(dimension) > 1:
-            raise ImpossibleError(
-                f"finetune={name} is not valid with strategy.{dimension}={strategy.layout.get_degree(dimension)}, "
-                f"since {reason}: choose finetune=full, or strategy.{dimension}=1."
-            )

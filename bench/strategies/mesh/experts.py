@@ -27,11 +27,11 @@ from torch.distributed.tensor.parallel import (
     PrepareModuleInput,
     PrepareModuleOutput,
     RowwiseParallel,
-    parallelize_module,
 )
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
-from bench.models.division import SEQUENCE_SHARD, TokenParallel
+from bench.models import Family
+from bench.models.division import SEQUENCE_SHARD, LocalComputation, divide_module
 from bench.models.experts import compute_sorted_rows, list_experts, permute_rows
 from bench.strategies.mesh.layout import EXPERT, TENSOR, RankMesh
 
@@ -133,7 +133,7 @@ class TracedExpertSplit(ExpertSplit):
         return splits, splits
 
 
-def divide_experts(model: nn.Module, mesh: RankMesh, *, sequence_parallel: bool) -> set[int]:
+def divide_experts(model: nn.Module, family: Family, mesh: RankMesh, *, sequence_parallel: bool) -> set[int]:
     """Divide the experts of a model, which is on meta: their parameters become DTensors.
 
     Returns
@@ -159,17 +159,21 @@ def divide_experts(model: nn.Module, mesh: RankMesh, *, sequence_parallel: bool)
             experts.register_parameter(name, nn.Parameter(divided, requires_grad=parameter.requires_grad))
     if tensor_mesh is not None:
         for layer in (module for module in model.modules() if getattr(module, "experts", None) in all_experts):
-            _divide_expert_layer(layer, tensor_mesh, sequence_parallel=sequence_parallel, is_spread=is_spread)
+            styles = _list_expert_layer_styles(layer, sequence_parallel=sequence_parallel, is_spread=is_spread)
+            for module, style in styles:
+                divide_module(module, tensor_mesh, family.find_layer_style(module, style))
     return {id(experts) for experts in all_experts}
 
 
-def _divide_expert_layer(layer: Any, mesh: DeviceMesh, *, sequence_parallel: bool, is_spread: bool) -> None:
+def _list_expert_layer_styles(
+    layer: Any, *, sequence_parallel: bool, is_spread: bool
+) -> list[tuple[nn.Module, ParallelStyle]]:
     """What a layer takes and hands on, its router, and the experts that every token goes to, which are divided as a
     feed-forward layer."""
     within: Placement = SEQUENCE_SHARD if is_spread else Replicate()
     styles: list[tuple[nn.Module, ParallelStyle]] = []
     if is_spread:
-        styles.append((layer.gate, TokenParallel()))
+        styles.append((layer.gate, LocalComputation()))
     elif sequence_parallel:
         takes = PrepareModuleInput(
             input_layouts=SEQUENCE_SHARD, desired_input_layouts=Replicate(), use_local_output=True
@@ -186,8 +190,7 @@ def _divide_expert_layer(layer: Any, mesh: DeviceMesh, *, sequence_parallel: boo
             (shared.up_proj, ColwiseParallel()),
             (shared.down_proj, RowwiseParallel(output_layouts=within)),
         ]
-    for module, style in styles:
-        parallelize_module(module, mesh, style, src_data_rank=None)
+    return styles
 
 
 def arrange_expert_parameter(name: str, whole: torch.Tensor, width_parts: int) -> torch.Tensor:

@@ -84,7 +84,7 @@ def divide_layers(
         if sequence_parallel:
             first_blocks = [blocks[0] for blocks in family.find_block_lists(model)]
             sequence_splits = [style for module, style in division.parallel_styles if module in first_blocks]
-    expert_ids = divide_experts(model, mesh, sequence_parallel=sequence_parallel)
+    expert_ids = divide_experts(model, family, mesh, sequence_parallel=sequence_parallel)
     context_split = None
     if context_mesh is not None:
         assert context_form is not None

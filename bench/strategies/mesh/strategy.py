@@ -44,7 +44,7 @@ from bench.strategies.pipeline.schedule import ALL_SCHEDULES, DUAL_PIPE_V, Timet
 from bench.strategies.pipeline.schedule_checks import choose_virtual_stages
 from bench.strategies.pipeline.step_plans import StagePlan, StageUnits
 from bench.strategies.plan_inputs import PlanInputs
-from bench.strategies.requirements import require_sharding_factor
+from bench.strategies.requirements import require_no_dropout, require_sharding_factor
 from bench.strategies.step_plan import PIPELINE_GROUP, GroupDim, StepPlan
 from bench.strategies.stepper import Stepper
 from bench.strategies.tensor_parallel.split import TensorParallelSplit, list_local_parameters
@@ -240,8 +240,9 @@ class MeshStrategy(Strategy):
     def check_step(self, settings: StepSettings) -> None:
         checks.check_step(self, settings)
 
-    def check_finetune(self, name: str, quantised_bits: int | None) -> None:
-        checks.check_finetune(self, name)
+    def check_finetune(self, quantised_bits: int | None, adapter_dropout: float) -> None:
+        if self.layout.get_degree(TENSOR) > 1:
+            require_no_dropout("finetune.dropout", adapter_dropout, f"strategy.tensor={self.tensor}")
 
     @property
     def updated_tensor_kind(self) -> str:

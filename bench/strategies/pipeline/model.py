@@ -162,7 +162,7 @@ def build_tied_parameters(
     ranks_by_stage: torch.Tensor,
     rank: int,
 ) -> list[TiedParameter]:
-    """The parameters that several stages have. All ranks make all groups, in the same order.
+    """The trained parameters that several stages have. All ranks make all groups, in the same order.
 
     Parameters
     ----------
@@ -184,7 +184,8 @@ def build_tied_parameters(
         if rank in ranks:
             own_stages = timetable.find_stages_of_rank(rank)
             copies = [filled_parameters[stage, name] for stage in stages if stage in own_stages]
-            tied_parameters.append(TiedParameter(copies, groups_by_ranks.get(ranks), len(stages)))
+            if copies[0].requires_grad:
+                tied_parameters.append(TiedParameter(copies, groups_by_ranks.get(ranks), len(stages)))
     return tied_parameters
 
 

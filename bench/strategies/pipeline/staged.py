@@ -70,6 +70,7 @@ class PipelinedStrategy(Strategy):
     def timetable(self) -> Timetable:
         """Of the resolved strategy."""
 
+    supported_finetunes = ("full", "lora")
     single_mixing_reason = "which does it as its data parallelism does"
 
     @property

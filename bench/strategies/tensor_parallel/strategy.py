@@ -21,7 +21,7 @@ from bench.strategies.base import BuildOptimizer, StepSettings, Strategy, WrapCo
 from bench.strategies.ddp import BUCKET_MB_RANGE, DDPStrategy
 from bench.strategies.fsdp.strategy import FSDP2Strategy
 from bench.strategies.plan_inputs import PlanInputs
-from bench.strategies.requirements import parse_rank_count, require_stored_reduce_dtype
+from bench.strategies.requirements import parse_rank_count, require_no_dropout, require_stored_reduce_dtype
 from bench.strategies.step_plan import ReplicatedPlan, StepPlan
 from bench.strategies.tensor_parallel.split import TensorParallelSplit, list_local_parameters, localize_parameters
 
@@ -68,6 +68,7 @@ class TensorParallelStrategy(Strategy):
         ),
     )
 
+    supported_finetunes = ("full", "lora")
     takes_float8 = True
 
     degree: int | str
@@ -146,13 +147,7 @@ class TensorParallelStrategy(Strategy):
                 f"model.family={family.family} is not valid for strategy={self.name}, which must know how layers are "
                 f"divided: choose a model of family {', '.join(list_dividing_families())}."
             )
-        if getattr(family, "dropout", 0.0):
-            raise invalid_value_error(
-                "model.dropout",
-                family.dropout,  # type: ignore[attr-defined]
-                f"0.0 with strategy={self.name}, whose ranks would have to drop out the same where they have the same",
-                ImpossibleError,
-            )
+        require_no_dropout("model.dropout", getattr(family, "dropout", 0.0), f"strategy={self.name}")
         sizes = family.list_divided_sizes(sequence_length, sequence_parallel=self.sequence_parallel)
         for name, size in sizes.items():
             if size % degree:
@@ -177,6 +172,9 @@ class TensorParallelStrategy(Strategy):
     @property
     def updated_tensor_kind(self) -> str:
         return DIVIDED_DTENSORS if self.data_parallel == FSDP_KIND else PARTS
+
+    def check_finetune(self, quantised_bits: int | None, adapter_dropout: float) -> None:
+        require_no_dropout("finetune.dropout", adapter_dropout, f"strategy={self.name}")
 
     def check_optimizer(self, name: str, implementation: str) -> None:
         """With fsdp parameters are DTensors, as FSDP2's are."""
