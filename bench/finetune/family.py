@@ -236,7 +236,7 @@ def _count_step_flops(family: Family, sequence_length: int, activation_checkpoin
     """Counted with attention as separate products over the full square of scores, as `FlopCount` says."""
     attention = family.base.attention if family.base.attention == "eager" else "sdpa"  # type: ignore[attr-defined]
     sdpa_family = dataclasses.replace(family, base=dataclasses.replace(family.base, attention=attention))  # type: ignore
-    model = sdpa_family.build_model()
+    model = sdpa_family.build_model().to("meta")  # some buffers are elsewhere
     model.train()
     checkpoint_blocks(sdpa_family, model, activation_checkpointing, sequence_length=sequence_length)
     batch = sdpa_family.build_batch(1, sequence_length, torch.Generator())

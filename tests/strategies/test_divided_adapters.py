@@ -70,7 +70,7 @@ EIGHT = {
     "fsdp4-tp2": (*MESH, TENSOR),
     "zero1 tp2 pp2": (*MESH, TENSOR, PIPELINE, ZERO1),
     "tensor_parallel ddp": ("strategy=tensor_parallel", "strategy.degree=2", "strategy.data_parallel=ddp"),
-    "tensor_parallel fsdp": ("strategy=tensor_parallel", "strategy.degree=4", "strategy.data_parallel=fsdp"),
+    "tensor_parallel fsdp": ("strategy=tensor_parallel", "strategy.degree=2", "strategy.data_parallel=fsdp"),
     "pipeline fsdp": ("strategy=pipeline", "strategy.stages=2", "strategy.data_parallel=fsdp"),
     "pipeline ddp": ("strategy=pipeline", "strategy.stages=2", "strategy.data_parallel=ddp"),
 }
@@ -93,3 +93,21 @@ EXP = {
 def test_exp(execute: Execute, family: str) -> None:
     model = MODELS[family] if family in MODELS else build_latent_model(family)
     check_adapters_like_one_process(execute, model, 8, EXP)
+
+
+def test_memory(execute: Execute) -> None:
+    from bench.prediction.predictor import predict_runs
+    from tests.conftest import compose_run_config
+    from tests.prediction.test_predicted_mesh import ON_CPU
+    runs = {}
+    for model in ("gpt_tiny", "llama_tiny"):
+        for name, knobs in {**EIGHT, "pp accumulate bf16": (*MESH, PIPELINE, TENSOR, "precision=bf16", "batch_size_per_gpu=2", "strategy.micro_batches=8"), "ckpt": (*MESH, TENSOR, "activation_checkpointing=full"), "tp4": ("gpus=2", *MESH, TENSOR), "keep": (*MESH, PIPELINE, DDP, "optimizer.keep_gradients=true")}.items():
+            runs[model, name] = (*ON_CPU, f"model={model}", *knobs, "finetune=lora")
+    for name, knobs in EXP.items():
+        runs["moe_tiny", name] = (*ON_CPU, "model=moe_tiny", *knobs, "finetune=lora")
+    rows = execute(*runs.values())
+    predictions = predict_runs([compose_run_config(*run) for run in runs.values()])
+    for name, row, prediction in zip(runs, rows, predictions, strict=True):
+        if row["status"] != "ok": print(name, row["error"][-300:]); continue
+        print("MEM", name, "%.4f" % (prediction.memory.allocated.value / row["peak_allocated_bytes"]), row["peak_allocated_bytes"])
+    assert 0

@@ -261,7 +261,10 @@ def find_shared_parameters(family: Family, stage_blocks: tuple[range, ...]) -> d
 
 
 def list_run_shared_parameters(config: RunConfig, timetable: Timetable) -> dict[str, tuple[int, list[int]]]:
-    """Those of a run, as `find_shared_parameters` has them."""
+    """Those of a run that are trained, as `find_shared_parameters` has them: beside adapters, which are in blocks, all
+    are frozen."""
+    if config.finetune.name != "full":
+        return {}
     return find_shared_parameters(config.model, tuple(timetable.split_blocks(config.model.num_blocks or 0)))
 
 

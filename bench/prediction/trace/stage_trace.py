@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -234,6 +235,7 @@ def _list_traced_parameters(
             ParameterSpec(
                 name,
                 tuple(find_local_shape(parameter)),
+                is_trained=parameter.requires_grad,
                 is_hidden_matrix=id(parameter) in hidden_matrix_ids,
                 is_expert=id(parameter) in expert_ids,
             ),
@@ -252,7 +254,7 @@ def _watch_stage(trace_recorder: TraceRecorder, stage: PipelineStageModule) -> N
     for index, blocks in enumerate(stage.block_lists):
         for position, block in enumerate(blocks):
             trace_recorder.watch_block(block, (index, position), is_last=position == len(blocks) - 1)
-    for parameter in stage.parameters():
+    for parameter in filter(attrgetter("requires_grad"), stage.parameters()):
         parameter.register_post_accumulate_grad_hook(trace_recorder.build_gradient_hook(locations[id(parameter)][1]))
 
 

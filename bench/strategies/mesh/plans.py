@@ -196,7 +196,7 @@ class DividedStateStagePlan(ReplicatedStagePlan):
     def __init__(self, stages: Sequence[StageUnits], inputs: PlanInputs, num_copies: int) -> None:
         super().__init__(stages, inputs)
         self._partitions = partition_parameters(
-            [parameter for stage in stages for parameter in stage.parameters], num_copies
+            [parameter for stage in stages for parameter in stage.trained_parameters], num_copies
         )
 
     @property
@@ -204,11 +204,6 @@ class DividedStateStagePlan(ReplicatedStagePlan):
         """Those of the copy that has most."""
         largest = max(self._partitions, key=lambda partition: sum(parameter.numel for parameter in partition))
         return [parameter.updated_tensor for parameter in largest]
-
-    @property
-    def parameter_numel(self) -> int:
-        """Whole: only their update is divided."""
-        return sum(stage.numel for stage in self.stages)
 
     def list_update_broadcasts(self) -> Sequence[PlannedCollective]:
         """Every parameter from the copy that has updated it."""

@@ -8,8 +8,10 @@ blocks first.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from bench.core.units import MIB
 from bench.optimizers import UpdatedTensor
@@ -44,6 +46,14 @@ class StageUnits:
     @property
     def numel(self) -> int:
         return sum(parameter.numel for parameter in self.parameters)
+
+    @functools.cached_property
+    def trained_parameters(self) -> tuple[ParameterSpec, ...]:
+        return tuple(parameter for parameter in self.parameters if parameter.is_trained)
+
+    @property
+    def trained_numel(self) -> int:
+        return sum(parameter.numel for parameter in self.trained_parameters)
 
 
 def find_tied_parameters(names: Sequence[Sequence[str]]) -> dict[str, list[int]]:
@@ -85,7 +95,7 @@ class StagePlan(RankPlan):
     @property
     def parameter_numel(self) -> int:
         """Elements of parameters that this rank keeps."""
-        return sum(self.updated_numels)
+        return sum(stage.numel for stage in self.stages)
 
     @property
     def norm_groups(self) -> Sequence[str]:
@@ -169,15 +179,16 @@ class SingleCopyStagePlan(StagePlan):
 
     @property
     def updated_tensors(self) -> list[UpdatedTensor]:
-        """All parameters of the rank's stages."""
-        return [parameter.updated_tensor for stage in self.stages for parameter in stage.parameters]
+        """All parameters of the rank's stages that are trained."""
+        return [parameter.updated_tensor for stage in self.stages for parameter in stage.trained_parameters]
 
     def allocate_persistent_state(self, device: PlanDevice) -> None:
         """Gradients too, if they are kept."""
         super().allocate_persistent_state(device)
         if self.keeps_gradients:
             for stage in self.stages:
-                device.allocate(name_stage_gradients(stage), stage.numel * self.parameter_itemsize, GRADIENT_MEMORY)
+                gradient_bytes = stage.trained_numel * self.parameter_itemsize
+                device.allocate(name_stage_gradients(stage), gradient_bytes, GRADIENT_MEMORY)
 
 
 DDP_BUCKET_BYTES = 25 * MIB
@@ -195,7 +206,7 @@ class ReplicatedStagePlan(SingleCopyStagePlan):
             bucket_numel = self._count_bucket_elements(stage)
             device.allocate(f"buckets {stage.index}", bucket_numel * self.parameter_itemsize, GRADIENT_MEMORY)
             if self.keeps_gradients:
-                expert_bytes = (stage.numel - bucket_numel) * self.parameter_itemsize
+                expert_bytes = (stage.trained_numel - bucket_numel) * self.parameter_itemsize
                 device.allocate(name_stage_gradients(stage), expert_bytes, GRADIENT_MEMORY)
 
     def list_reductions(self, stage: StageUnits) -> Sequence[PlannedCollective]:
@@ -205,14 +216,14 @@ class ReplicatedStagePlan(SingleCopyStagePlan):
         buckets = PlannedCollective("all-reduce", size / num_buckets, DATA_GROUP, num_buckets, in_backward=True)
         experts = [
             PlannedCollective("all-reduce", parameter.numel * self.parameter_itemsize, EXPERT_DATA_GROUP)
-            for parameter in stage.parameters
+            for parameter in stage.trained_parameters
             if parameter.is_expert
         ]
         return [buckets, *experts]
 
     @staticmethod
     def _count_bucket_elements(stage: StageUnits) -> int:
-        return sum(parameter.numel for parameter in stage.parameters if not parameter.is_expert)
+        return sum(parameter.numel for parameter in stage.trained_parameters if not parameter.is_expert)
 
     def takes_each_gradient(self, *, is_last_backward: bool) -> bool:
         return is_last_backward
@@ -270,8 +281,13 @@ class ShardedStagePlan(StagePlan):
         return [
             parameter.build_first_shard(self._count_shards(parameter), self._choose_dimension(parameter))
             for stage in self.stages
-            for parameter in stage.parameters
+            for parameter in stage.trained_parameters
         ]
+
+    @property
+    def parameter_numel(self) -> int:
+        """Of the first copy's shards."""
+        return sum(self._count_shard_elements(stage.parameters) for stage in self.stages)
 
     def _count_shards(self, parameter: ParameterSpec) -> int:
         """Ranks that a parameter is sharded over."""
@@ -288,12 +304,16 @@ class ShardedStagePlan(StagePlan):
     def _find_shard_group(self, unit: ShardingUnit) -> str:
         return EXPERT_SHARD_GROUP if any(spec.is_expert for spec in unit.parameters[:1]) else self._shard_group
 
-    def _compute_padded_numel(self, unit: ShardingUnit) -> int:
-        shard_numels = (
+    def _count_shard_elements(self, parameters: Iterable[ParameterSpec]) -> int:
+        """Of the first copy's shards of these parameters."""
+        return sum(
             parameter.compute_first_shard_numel(self._count_shards(parameter), self._choose_dimension(parameter))
-            for parameter in unit.parameters
+            for parameter in parameters
         )
-        return sum(shard_numels) * self._count_unit_shards(unit)
+
+    def _compute_padded_bytes(self, unit: ShardingUnit) -> int:
+        """Of a unit's whole parameters as they are gathered."""
+        return self._count_shard_elements(unit.parameters) * self._count_unit_shards(unit) * self._compute_itemsize
 
     def allocate_persistent_state(self, device: PlanDevice) -> None:
         """Shards of gradients too, if they are kept."""
@@ -312,8 +332,8 @@ class ShardedStagePlan(StagePlan):
     def list_reductions(self, stage: StageUnits) -> Sequence[PlannedCollective]:
         """Unit by unit, among shards and then among replicas."""
         collectives = []
-        for unit in stage.units:
-            size = unit.numel * self._reduce_itemsize
+        for unit in filter(attrgetter("trained_parameters"), stage.units):
+            size = sum(parameter.numel for parameter in unit.trained_parameters) * self._reduce_itemsize
             collectives.append(PlannedCollective("reduce-scatter", size, self._find_shard_group(unit)))
             if self._num_replicas > 1:
                 shard_bytes = size / self._count_unit_shards(unit)
@@ -326,13 +346,13 @@ class ShardedStagePlan(StagePlan):
             for unit in stage.units:
                 device.allocate(
                     f"buffer {stage.index} {unit.index}",
-                    self._compute_padded_numel(unit) * self._compute_itemsize,
+                    self._compute_padded_bytes(unit),
                     ALL_GATHER_MEMORY,
                 )
 
     def before_unit_first_forward(self, device: PlanDevice, stage: StageUnits, unit: ShardingUnit) -> None:
         """Copy it out of the buffer, which lives until the next unit is copied out."""
-        unsharded_bytes = self._compute_padded_numel(unit) * self._compute_itemsize
+        unsharded_bytes = self._compute_padded_bytes(unit)
         buffer_name = f"buffer {stage.index} {unit.index}"
         device.free(buffer_name)
         device.allocate(f"buffer {stage.index}", unsharded_bytes, ALL_GATHER_MEMORY)
@@ -344,7 +364,7 @@ class ShardedStagePlan(StagePlan):
     def compute_accumulation_bytes(self, unit: ShardingUnit) -> float:
         """The largest of them, converted."""
         return (
-            max((parameter.numel for parameter in unit.parameters), default=0) * self._reduce_itemsize
+            max((parameter.numel for parameter in unit.trained_parameters), default=0) * self._reduce_itemsize
             if self._converts_gradients
             else 0.0
         )
@@ -386,17 +406,22 @@ class ShardedStagePlan(StagePlan):
         name = f"accumulated {stage.index} {unit.index}"
         if (stage.index, unit.index) not in self._accumulated_units:
             self._accumulated_units.add((stage.index, unit.index))
-            device.allocate(name, sum(p.numel for p in unit.parameters) * self._reduce_itemsize, GRADIENT_MEMORY)
+            unit_numel = sum(parameter.numel for parameter in unit.trained_parameters)
+            device.allocate(name, unit_numel * self._reduce_itemsize, GRADIENT_MEMORY)
         device.free(f"computed {stage.index} {unit.index}")
 
     def after_stage_last_backward(self, device: PlanDevice, stage: StageUnits) -> None:
         """Reduce unit by unit: whole parameters go, gradients are copied into a buffer, a shard comes out."""
         gradients_name = name_stage_gradients(stage)
         for unit in stage.units:
-            unit_numel = sum(parameter.numel for parameter in unit.parameters)
             device.free(f"whole {stage.index} {unit.index}")
+            if not unit.trained_parameters:
+                continue
+            unit_numel = sum(parameter.numel for parameter in unit.trained_parameters)
+            shard_numel = self._count_shard_elements(unit.trained_parameters)
+            reduced_bytes = shard_numel * self._count_unit_shards(unit) * self._reduce_itemsize
             device.free("reduce input")
-            device.allocate("reduce input", self._compute_padded_numel(unit) * self._reduce_itemsize, REDUCTION_MEMORY)
+            device.allocate("reduce input", reduced_bytes, REDUCTION_MEMORY)
             if self.inputs.is_on_cpu:
                 allocate_copy_in_briefly(
                     device,
@@ -410,7 +435,6 @@ class ShardedStagePlan(StagePlan):
             else:
                 device.grow_allocation(gradients_name, -unit_numel * self._compute_itemsize, GRADIENT_MEMORY)
             shard_name = f"gradient shard {stage.index} {unit.index}"
-            shard_numel = self._compute_padded_numel(unit) // self._count_unit_shards(unit)
             device.allocate(shard_name, shard_numel * self._reduce_itemsize, GRADIENT_MEMORY)
             if self._reduce_itemsize != self.parameter_itemsize:
                 device.allocate("converted shard", shard_numel * self.parameter_itemsize, GRADIENT_MEMORY)
