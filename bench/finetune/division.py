@@ -49,26 +49,35 @@ class AdaptedLayerStyle(ParallelStyle):
         self._style = style
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        style, layer = copy.copy(self._style), module.base_layer
-        down_style, up_style = LocalComputation(), LocalComputation()
-        if isinstance(style, ColwiseParallel):
-            whole_input = PrepareModuleInput(input_layouts=style.input_layouts, desired_input_layouts=(Replicate(),))
+        layer_style, down_style, up_style = copy.copy(self._style), LocalComputation(), LocalComputation()
+        total: _SumOverRanks | None = None
+        if isinstance(layer_style, ColwiseParallel):
+            whole_input = PrepareModuleInput(
+                input_layouts=layer_style.input_layouts, desired_input_layouts=(Replicate(),)
+            )
             parallelize_module(module, device_mesh, whole_input, src_data_rank=self.src_data_rank)
-            style.input_layouts = (Replicate(),)
+            layer_style.input_layouts = (Replicate(),)
             up_style = LocalComputation(Shard(0))
-        elif isinstance(style, RowwiseParallel):
-            style.output_layouts, style.use_local_output = (Partial(),), False
+        elif isinstance(layer_style, RowwiseParallel):
+            (placement,) = layer_style.output_layouts
+            total = _SumOverRanks(device_mesh, placement, layer_style.use_local_output)
+            layer_style.output_layouts, layer_style.use_local_output = (Partial(),), False
             down_style = LocalComputation(Shard(1))
-        parts = [(layer, style)]
-        parts += [(down, down_style) for down in module.lora_A.values()]
-        parts += [(up, up_style) for up in module.lora_B.values()]
-        for part, part_style in parts:
-            parallelize_module(part, device_mesh, part_style, src_data_rank=self.src_data_rank)
-        if isinstance(style, RowwiseParallel):
+        layer: Any = module.base_layer
+        styles = {layer: layer_style}
+        styles |= dict.fromkeys(_list_adapters(module.lora_A), down_style)
+        styles |= dict.fromkeys(_list_adapters(module.lora_B), up_style)
+        for part, style in styles.items():
+            parallelize_module(part, device_mesh, style, src_data_rank=self.src_data_rank)
+        if total is not None:
             layer.register_forward_hook(_take_partial_sum)
-            (placement,) = self._style.output_layouts
-            module.register_forward_hook(_PartialSums(device_mesh, placement, self._style.use_local_output))
+            module.register_forward_hook(total)
         return module
+
+
+def _list_adapters(adapters: Any) -> list[nn.Module]:
+    """peft's ``lora_A`` or ``lora_B`` of a layer, by the adapters' names."""
+    return list(adapters.values())
 
 
 def _take_partial_sum(_layer: nn.Module, _inputs: Any, output: DTensor) -> torch.Tensor:
@@ -77,7 +86,7 @@ def _take_partial_sum(_layer: nn.Module, _inputs: Any, output: DTensor) -> torch
 
 
 @dataclasses.dataclass(frozen=True)
-class _PartialSums:
+class _SumOverRanks:
     """A forward hook that adds up what ranks have of a layer's output."""
 
     mesh: DeviceMesh

@@ -30,7 +30,7 @@ from bench.prediction.simulation.parameter_layout import build_parameter_layout
 from bench.prediction.trace.step_trace import trace_step
 from bench.rank.engine import build_engine
 from bench.reporting.page.rerun_command import list_overrides
-from tests.conftest import CPU, SMALL_GPT, SMALL_T5, compose_run_config, needs
+from tests.conftest import CPU, SMALL_GPT, SMALL_MOE, SMALL_T5, compose_run_config, needs
 from tests.models.test_hf import CONFIGS
 
 Execute = Callable[..., list[dict[str, Any]]]
@@ -354,7 +354,7 @@ REFUSED_CASES = [
     ),
     (
         ("finetune=lora", "strategy=data_parallel", "gpus=2", "hardware=a100_80gb"),
-        "choose finetune=full, or strategy ddp, deepspeed, fsdp, fsdp1, mesh, single or zero1.",
+        "deepspeed, fsdp, fsdp1, mesh, naive_pipeline, pipeline, single, tensor_parallel or zero1.",
     ),
     (
         ("finetune=qlora", "strategy=data_parallel", "gpus=2", "hardware=a100_80gb"),
@@ -581,6 +581,20 @@ def test_frozen_weights_have_no_gradients_in_the_flops(monkeypatch: pytest.Monke
     monkeypatch.setattr(processes, "can_reach_gpus", lambda: True)
     family.count_training_flops.cache_clear()
     assert count.model_flops == forward + backward  # counted in another process
+
+
+def test_flops_beside_a_router_with_a_buffer_are_counted() -> None:
+    """Its correction is no parameter, and so not on meta."""
+    run = (
+        *SMALL_MOE,
+        "model.architecture=deepseek_v3",
+        "model.kv_rank=16",
+        "model.rotary_size=8",
+        "model.head_size=16",
+    )
+    config = compose_run_config(*run, "model.num_kv_heads=4", "finetune=lora", "strategy=single", "mode=predict")
+    flops = config.trained_model.count_flops_per_sequence(32).model_flops
+    assert 0 < flops < config.model.count_flops_per_sequence(32).model_flops
 
 
 @needs_both

@@ -6,8 +6,15 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
-from tests.conftest import needs
+from bench.prediction.run_inputs import build_trace_key
+from bench.prediction.trace.step_trace import trace_step
+from bench.rank.rehearsal_group import init_rehearsal_group
+from bench.strategies.mesh.split import MeshSplit
+from bench.strategies.pipeline.schedule import ALL_SCHEDULES
+from tests.conftest import compose_run_config, needs
+from tests.prediction.test_predicted_mesh import ON_CPU, check_measured_memory
 from tests.strategies.test_mesh import (
     CONTEXT,
     DDP,
@@ -25,89 +32,167 @@ from tests.strategies.test_mesh import (
 )
 
 Execute = Callable[..., list[dict[str, Any]]]
-pytestmark = needs("peft")
 
-LORA = ("finetune=lora", "finetune.rank=4", "optimizer=adamw", "optimizer.learning_rate=0.01")
+LORA = "finetune=lora"
+TENSOR_PARALLEL, STAGES = ("strategy=tensor_parallel", "strategy.degree=2"), ("strategy=pipeline", "strategy.stages=2")
 
-
-def check_adapters_like_one_process(
-    execute: Execute, model: tuple[str, ...], gpus: int, layouts: dict[str, tuple[str, ...]], *extra: str
-) -> None:
-    single, *others = execute(
-        (*LORA, *model, *STEPS, *extra, "strategy=single", "gpus=1", "batch_size_per_gpu=8"),
-        *(
-            (*LORA, *model, *STEPS, *extra, f"gpus={gpus}", f"batch_size_per_gpu={8 // gpus}", *knobs)
-            for knobs in layouts.values()
-        ),
-    )
-    assert single["status"] == "ok", single["error"]
-    print(single["losses"])
-    for layout, row in zip(layouts, others, strict=True):
-        print(layout, row.get("losses"), row.get("error", "")[-600:])
-    assert single["losses"][-1] < single["losses"][0] - 0.01
-    for layout, row in zip(layouts, others, strict=True):
-        assert row["status"] == "ok", (layout, row["error"])
-        assert row["losses"] == pytest.approx(single["losses"], rel=2e-5), layout
-
-
-TWO = {
-    "fsdp tp2": (*MESH, "strategy.tensor=2", *WHOLE),
-    "tp2+sequence": (*MESH, "strategy.tensor=2", DDP),
-    "pp2": (*MESH, PIPELINE),
-    "tensor_parallel": ("strategy=tensor_parallel", "strategy.degree=2"),
-    "pipeline": ("strategy=pipeline", "strategy.stages=2"),
+ALONE = {
+    "tensor": (*MESH, TENSOR, *WHOLE),
+    "tensor, sequence": (*MESH, TENSOR),
+    "pipeline": (*MESH, PIPELINE),
+    "strategy=tensor_parallel": TENSOR_PARALLEL,
+    "strategy=pipeline": STAGES,
 }
+TOGETHER = {
+    "tensor x pipeline x fsdp": (*MESH, TENSOR, PIPELINE),
+    "tensor x context x ddp": (*MESH, TENSOR, CONTEXT, DDP),
+    "tensor x fsdp": (*MESH, TENSOR),
+    "tensor x pipeline x zero1": (*MESH, TENSOR, PIPELINE, ZERO1),
+    "tensor_parallel with ddp": (*TENSOR_PARALLEL, "strategy.data_parallel=ddp"),
+    "tensor_parallel with fsdp": (*TENSOR_PARALLEL, "strategy.data_parallel=fsdp"),
+    "pipeline with ddp": (*STAGES, "strategy.data_parallel=ddp"),
+    "pipeline with fsdp": (*STAGES, "strategy.data_parallel=fsdp"),
+}
+WITH_EXPERTS = {
+    "expert x fsdp": (*MESH, EXPERT),
+    "tensor x expert x ddp": (*MESH, TENSOR, EXPERT, DDP),
+    "tensor x pipeline x expert": (*MESH, TENSOR, PIPELINE, EXPERT),
+    "whole experts": (*MESH, *SPREAD, EXPERT),
+}
+WAYS: dict[str, tuple[str, tuple[str, ...], dict[str, tuple[str, ...]]]] = {
+    "clipped": (
+        "gpt",
+        ("gradient_clip_norm=0.05", "activation_checkpointing=full"),
+        {name: TOGETHER[name] for name in ("tensor x pipeline x fsdp", "tensor x fsdp", "pipeline with ddp")},
+    ),
+    "compiled": (
+        "llama",
+        ("compile=true",),
+        {
+            "tensor x fsdp": (*MESH, TENSOR),
+            "tensor x ddp": (*MESH, TENSOR, DDP, *WHOLE),
+            "tensor x pipeline": (*MESH, TENSOR, PIPELINE, "activation_checkpointing=full"),
+        },
+    ),
+    "t5": (
+        "t5",
+        (),
+        {"tensor": TENSOR_PARALLEL, "tensor x fsdp": (*MESH, TENSOR), "pipeline x fsdp": (*MESH, PIPELINE)},
+    ),
+}
+"""Model, knobs of training, and layouts on four processes."""
+
+
+def check_like_one_process(
+    execute: Execute, model: tuple[str, ...], gpus: int, layouts: dict[str, tuple[str, ...]], *knobs: str
+) -> None:
+    """Adam on adapters, of which B starts as zeros: an update that were not the same would be seen from the second step
+    on."""
+    run = (LORA, "finetune.rank=4", "optimizer=adamw", "optimizer.learning_rate=0.01", *model, *STEPS, *knobs)
+    single, *others = execute(
+        (*run, "strategy=single", "gpus=1", "batch_size_per_gpu=8"),
+        *((*run, f"gpus={gpus}", f"batch_size_per_gpu={8 // gpus}", *layout) for layout in layouts.values()),
+    )
+    assert single["losses"][-1] < single["losses"][0] - 0.04
+    for name, row in zip(layouts, others, strict=True):
+        assert row["status"] == "ok", (name, row["error"])
+        assert row["losses"] == pytest.approx(single["losses"], rel=1e-5), name
+
+
+@needs("peft")
+@pytest.mark.slow
+def test_adapters_of_divided_layers_train_like_one_process(execute: Execute) -> None:
+    check_like_one_process(execute, MODELS["gpt"], 2, ALONE)
+
+
+@needs("peft")
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gpt", "llama"])
+def test_adapters_of_all_dimensions_together_train_like_one_process(execute: Execute, family: str) -> None:
+    check_like_one_process(execute, MODELS[family], 8, TOGETHER)
+
+
+@needs("peft")
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["moe", *LATENT_MODELS])
+def test_adapters_beside_divided_experts_train_like_one_process(execute: Execute, name: str) -> None:
+    check_like_one_process(execute, MODELS.get(name) or build_latent_model(name), 8, WITH_EXPERTS)
+
+
+@needs("peft")
+@pytest.mark.long
+@pytest.mark.slow
+def test_adapters_train_like_one_process_by_every_schedule(execute: Execute) -> None:
+    layouts = {
+        name: (*MESH, PIPELINE, TENSOR, f"strategy.schedule={name}", "strategy.micro_batches=4")
+        for name in ALL_SCHEDULES
+    }
+    check_like_one_process(execute, (*MODELS["llama"], "model.num_layers=4"), 4, layouts)
+
+
+@needs("peft")
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_adapters_train_like_one_process_in_other_ways(execute: Execute, way: str) -> None:
+    family, knobs, layouts = WAYS[way]
+    check_like_one_process(execute, MODELS[family], 4, layouts, *knobs)
+
+
+@needs("peft")
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["gpt_tiny", "moe_tiny"])
+def test_memory_of_divided_adapters_is_what_is_measured(execute: Execute, model: str) -> None:
+    """All peaks that were seen, 28 of them, were predicted within 0.01 %."""
+    layouts = {
+        "gpt_tiny": {
+            **TOGETHER,
+            "gradients that are kept": (*MESH, PIPELINE, DDP, "optimizer.keep_gradients=true"),
+            "several micro-batches": (
+                *(*MESH, PIPELINE, TENSOR, "precision=bf16", "batch_size_per_gpu=2", "strategy.micro_batches=8"),
+            ),
+        },
+        "moe_tiny": WITH_EXPERTS,
+    }[model]
+    runs = {name: (*ON_CPU, f"model={model}", *knobs, LORA) for name, knobs in layouts.items()}
+    check_measured_memory(execute, runs, worst=0.001)
+
+
+# How layers are divided
+
+
+@pytest.mark.parametrize("family", ["gpt", "llama", "t5", "moe"])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_only_adapters_are_trained_after_layers_are_divided(family: str, sequence_parallel: bool) -> None:
+    config = compose_run_config(*MODELS[family], LORA, "finetune.rank=4", "strategy=single", "gpus=1")
+    model = config.trained_model.build_model()
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    init_rehearsal_group(2)
+    try:
+        MeshSplit(2, sequence_parallel, keeps_dtensors=True).divide_for_trace(config.trained_model, model)
+        assert [name for name, parameter in model.named_parameters() if parameter.requires_grad] == names
+        assert names
+        assert all(".lora_A." in name or ".lora_B." in name for name in names)
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("family", ["gpt", "llama", "t5"])
-def test_two(execute: Execute, family: str) -> None:
-    check_adapters_like_one_process(execute, MODELS[family], 2, TWO)
-
-
-EIGHT = {
-    "pp2-fsdp2-tp2": (*MESH, TENSOR, PIPELINE),
-    "ddp2-cp2-tp2": (*MESH, TENSOR, CONTEXT, DDP),
-    "fsdp4-tp2": (*MESH, TENSOR),
-    "zero1 tp2 pp2": (*MESH, TENSOR, PIPELINE, ZERO1),
-    "tensor_parallel ddp": ("strategy=tensor_parallel", "strategy.degree=2", "strategy.data_parallel=ddp"),
-    "tensor_parallel fsdp": ("strategy=tensor_parallel", "strategy.degree=2", "strategy.data_parallel=fsdp"),
-    "pipeline fsdp": ("strategy=pipeline", "strategy.stages=2", "strategy.data_parallel=fsdp"),
-    "pipeline ddp": ("strategy=pipeline", "strategy.stages=2", "strategy.data_parallel=ddp"),
-}
-
-
-@pytest.mark.parametrize("family", ["gpt", "llama"])
-def test_eight(execute: Execute, family: str) -> None:
-    check_adapters_like_one_process(execute, MODELS[family], 8, EIGHT)
-
-
-EXP = {
-    "ep2": (*MESH, EXPERT),
-    "ddp2-ep2-tp2": (*MESH, TENSOR, EXPERT, DDP),
-    "spread": (*MESH, *SPREAD, EXPERT),
-    "pp2": (*MESH, PIPELINE, EXPERT, TENSOR),
-}
-
-
-@pytest.mark.parametrize("family", ["moe", *LATENT_MODELS])
-def test_exp(execute: Execute, family: str) -> None:
-    model = MODELS[family] if family in MODELS else build_latent_model(family)
-    check_adapters_like_one_process(execute, model, 8, EXP)
-
-
-def test_memory(execute: Execute) -> None:
-    from bench.prediction.predictor import predict_runs
-    from tests.conftest import compose_run_config
-    from tests.prediction.test_predicted_mesh import ON_CPU
-    runs = {}
-    for model in ("gpt_tiny", "llama_tiny"):
-        for name, knobs in {**EIGHT, "pp accumulate bf16": (*MESH, PIPELINE, TENSOR, "precision=bf16", "batch_size_per_gpu=2", "strategy.micro_batches=8"), "ckpt": (*MESH, TENSOR, "activation_checkpointing=full"), "tp4": ("gpus=2", *MESH, TENSOR), "keep": (*MESH, PIPELINE, DDP, "optimizer.keep_gradients=true")}.items():
-            runs[model, name] = (*ON_CPU, f"model={model}", *knobs, "finetune=lora")
-    for name, knobs in EXP.items():
-        runs["moe_tiny", name] = (*ON_CPU, "model=moe_tiny", *knobs, "finetune=lora")
-    rows = execute(*runs.values())
-    predictions = predict_runs([compose_run_config(*run) for run in runs.values()])
-    for name, row, prediction in zip(runs, rows, predictions, strict=True):
-        if row["status"] != "ok": print(name, row["error"][-300:]); continue
-        print("MEM", name, "%.4f" % (prediction.memory.allocated.value / row["peak_allocated_bytes"]), row["peak_allocated_bytes"])
-    assert 0
+@pytest.mark.parametrize("sequence_parallel", ["false", "true"])
+def test_adapters_send_no_more_hidden_states(family: str, sequence_parallel: str) -> None:
+    """Backward the gradients of what all ranks have whole are added up, which are much smaller."""
+    sent: dict[tuple[str, str], list[tuple[str, float]]] = {}
+    run = (*MODELS[family], *MESH, TENSOR, f"strategy.sequence_parallel={sequence_parallel}", "sequence_length=64")
+    for finetune in ("full", "lora"):
+        config = compose_run_config(*run, "gpus=2", "hardware=h100_80gb", "mode=predict", f"finetune={finetune}")
+        segments = trace_step(build_trace_key(config), 16).segments
+        hidden_bytes = 16 * 64 * 32 * config.precision.compute_itemsize
+        for phase in ("forward", "backward"):
+            events = [event for segment in segments if segment.phase == phase for event in segment.collectives]
+            sent[finetune, phase] = sorted((event.kind, event.size) for event in events if event.size >= hidden_bytes)
+    assert sent["full", "forward"]
+    assert sent["lora", "forward"] == sent["full", "forward"]
+    assert len(sent["lora", "backward"]) <= len(sent["full", "backward"])

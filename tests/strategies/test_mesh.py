@@ -572,7 +572,10 @@ REFUSED = {
     "asynchronous alone": (("gpt", "strategy.async_tensor_parallel=true"), "false, or strategy.tensor of 2 or more"),
     "fused": (("gpt", "optimizer=sgd", "optimizer.implementation=fused"), "whose parameters are DTensors"),
     "reduce": (("gpt", DDP, "precision=bf16", "precision.reduce=bf16"), "reduces gradients as they are stored"),
-    "adapters": (("llama", TENSOR, "finetune=lora"), "not layers with adapters"),
+    "adapters": (
+        ("llama", TENSOR, "finetune=lora", "finetune.dropout=0.1"),
+        "dropout=0.1 is not valid: choose 0.0",
+    ),
     "quantised": (("llama", "finetune=qlora"), "finetune=qlora is not valid with strategy=mesh"),
     "factor": (("gpt", "strategy.sharding_factor=4"), "auto: the degrees spread a copy over 8 of gpus=8"),
 }
