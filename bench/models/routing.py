@@ -61,7 +61,7 @@ class Routing:
         else:
             # The largest of logarithms of shares plus Gumbel noise: drawn without replacement (Kool et al. 2019,
             # arXiv:1903.06059).
-            generator = torch.Generator(positions.device).manual_seed(0)
+            generator = None if positions.is_meta else torch.Generator(positions.device).manual_seed(0)
             num_positions = self.sequence_length * self.num_parts
             uniform = torch.rand(num_positions, num_experts, device=positions.device, generator=generator)
             log_shares = -self.skew * torch.arange(1, num_experts + 1, device=positions.device).log()

@@ -245,6 +245,18 @@ TWENTY_QUESTIONS = {
 }
 
 
+QUESTIONS_OF_ADAPTERS = {
+    "GPT": (*TWENTY_QUESTIONS["GPT, one node"], "finetune=lora"),
+    "Llama, slow network": (*SMALL_LLAMA, *TWENTY_QUESTIONS["GPT, slow network"][len(SMALL_GPT) :], "finetune=lora"),
+    "Llama 3 8B": (*TWENTY_QUESTIONS["Llama 3 8B"], "finetune=lora"),
+    "Llama 3 70B": (
+        *("model=llama3_70b", "gpus=16", "hardware=a100_40gb", "global_batch=16", "sequence_length=4096"),
+        "finetune=lora",
+    ),
+    "mixture": (*TWENTY_QUESTIONS["mixture, two nodes"], "finetune=lora"),
+}
+
+
 def list_compared(question: LayoutQuestion) -> list[Layout]:
     """All layouts of a question for `make scale`, else at most `MAX_EXHAUSTIVE` of them, evenly."""
     layouts = list(list_layouts(question))
@@ -287,6 +299,16 @@ def compare_with_all(question: LayoutQuestion, layouts: list[Layout]) -> None:
 @pytest.mark.parametrize("name", TWENTY_QUESTIONS)
 def test_the_search_keeps_what_is_within_a_hundredth_of_the_best_of_all(name: str) -> None:
     question = ask(*TWENTY_QUESTIONS[name], modes="full" if "3 70B" in name or "30B" in name else "none,full")
+    compare_with_all(question, list_compared(question))
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", QUESTIONS_OF_ADAPTERS)
+def test_so_does_the_search_among_layouts_of_adapters(name: str) -> None:
+    question = ask(*QUESTIONS_OF_ADAPTERS[name], modes="none,full")
+    assert question.subject.finetune.name == "lora"
     compare_with_all(question, list_compared(question))
 
 

@@ -30,8 +30,9 @@ from bench.prediction.simulation.parameter_layout import build_parameter_layout
 from bench.prediction.trace.step_trace import trace_step
 from bench.rank.engine import build_engine
 from bench.reporting.page.rerun_command import list_overrides
-from tests.conftest import CPU, SMALL_GPT, SMALL_MOE, SMALL_T5, compose_run_config, needs
+from tests.conftest import CPU, SMALL_GPT, SMALL_T5, compose_run_config, needs
 from tests.models.test_hf import CONFIGS
+from tests.strategies.test_mesh import build_latent_model
 
 Execute = Callable[..., list[dict[str, Any]]]
 
@@ -585,14 +586,8 @@ def test_frozen_weights_have_no_gradients_in_the_flops(monkeypatch: pytest.Monke
 
 def test_flops_beside_a_router_with_a_buffer_are_counted() -> None:
     """Its correction is no parameter, and so not on meta."""
-    run = (
-        *SMALL_MOE,
-        "model.architecture=deepseek_v3",
-        "model.kv_rank=16",
-        "model.rotary_size=8",
-        "model.head_size=16",
-    )
-    config = compose_run_config(*run, "model.num_kv_heads=4", "finetune=lora", "strategy=single", "mode=predict")
+    model = build_latent_model("deepseek_v3")
+    config = compose_run_config(*model, "finetune=lora", "finetune.rank=4", "strategy=single", "mode=predict")
     flops = config.trained_model.count_flops_per_sequence(32).model_flops
     assert 0 < flops < config.model.count_flops_per_sequence(32).model_flops
 

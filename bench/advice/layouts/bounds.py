@@ -40,6 +40,7 @@ from bench.prediction.cost.collectives import (
 )
 from bench.prediction.run_inputs import build_trace_key
 from bench.prediction.segment_costs import list_segment_costs
+from bench.prediction.simulation.parameter_layout import build_parameter_layout
 from bench.prediction.trace.kernels import FloatArray, IntArray
 from bench.prediction.trace.scaled_trace import list_traced_batch_sizes
 from bench.prediction.trace.trace_cache import load_scaled_trace
@@ -101,6 +102,7 @@ class LayoutBounder:
         self.question = question
         self.config = next(iter(reference_by_mode.values()))
         self.references = {mode: compute_reference_costs(config) for mode, config in reference_by_mode.items()}
+        self._num_parameters, self._num_trained = _count_parameters(self.config)
 
     def compute(self, layout: Layout) -> LayoutBounds:
         return LayoutBounds(self.compute_step_bound_s(layout), self.compute_memory_bound(layout))
@@ -132,16 +134,17 @@ class LayoutBounder:
     def compute_memory_bound(self, layout: Layout) -> float:
         """Bytes that a rank has allocated at its peak, at least: when a backward begins, or when the last is over."""
         precision, states = self.config.precision, self.config.optimizer.states_per_parameter
-        itemsize, parameters = precision.parameter_itemsize, self._count_parameters(layout)
+        itemsize, parameters = precision.parameter_itemsize, self._num_parameters / self._count_parts(layout)
+        trained = self._num_trained / self._count_parts(layout)
         shards = layout.shards * layout.context * (layout.expert if self._counts_all_experts(layout) else 1)
         is_sharded = layout.data == FSDP_KIND
         state_shards = layout.copies * layout.context if layout.data == ZERO1_KIND else shards if is_sharded else 1
-        lasting = parameters * itemsize * ((1 / shards if is_sharded else 1) + states / state_shards)
-        gradients = parameters * itemsize / (shards if is_sharded else 1)
+        lasting = itemsize * (parameters / (shards if is_sharded else 1) + trained * states / state_shards)
+        gradients = trained * itemsize / (shards if is_sharded else 1)
         early_gradients, gathered = (gradients if layout.micro_batches > 1 else 0.0), 0.0
         if is_sharded and shards > 1 and not self._has_experts:
             if layout.micro_batches > 1 and not layout.synchronizes:  # whole until the last micro-batch, as reduced
-                early_gradients = BLOCK_SHARE * parameters * precision.reduce_itemsize
+                early_gradients = BLOCK_SHARE * trained * precision.reduce_itemsize
             if not layout.reshards:
                 gathered = BLOCK_SHARE * parameters * precision.compute_itemsize
         return lasting + max(gradients, gathered + self._compute_passing_bytes(layout, early_gradients))
@@ -180,10 +183,11 @@ class LayoutBounder:
         """FSDP shards all else over ranks of expert parallelism, too, and each of these has a part of the experts."""
         return layout.data == FSDP_KIND
 
-    def _count_parameters(self, layout: Layout) -> float:
-        """Of the stage that a rank has on average, before data parallelism divides them; experts as if all were."""
+    def _count_parts(self, layout: Layout) -> int:
+        """Parts of the model, of which a rank has one on average before data parallelism divides it; of experts as if
+        all were."""
         spread = 1 if self._counts_all_experts(layout) else layout.expert
-        return self.question.model.num_parameters / (layout.tensor * layout.pipeline * spread)
+        return layout.tensor * layout.pipeline * spread
 
     def _compute_exchange_s(self, layout: Layout) -> float:
         """Seconds that a rank waits for tensor parallelism in one micro-batch."""
@@ -192,23 +196,26 @@ class LayoutBounder:
         model = self.question.model
         size = self._compute_boundary_bytes(layout)
         halves = LAYER_HALVES.get(model.family, 1)
-        blocks = (model.num_blocks or 1) / layout.pipeline
+        exchanges = 2 * halves * (model.num_blocks or 1) / layout.pipeline
+        if self._num_trained < self._num_parameters:  # nothing goes back beyond the first adapter
+            exchanges = max(0.0, exchanges - 1)
         group = CollectiveGroup(layout.tensor, layout.tensor, self._count_groups_in_node(layout.tensor))
-        return 2 * halves * blocks * sum(self._time(kind, size, group) for kind in (ALL_GATHER, REDUCE_SCATTER))
+        return exchanges * sum(self._time(kind, size, group) for kind in (ALL_GATHER, REDUCE_SCATTER))
 
     def _compute_data_parallel_s(self, layout: Layout) -> tuple[float, float]:
         """Seconds of gathers that computing may hide, and of what comes when it is over."""
         if self._has_experts:
             return 0.0, 0.0
-        parameters, precision = self._count_parameters(layout), self.config.precision
+        precision, parts = self.config.precision, self._count_parts(layout)
+        parameters, trained = self._num_parameters / parts, self._num_trained / parts
         ranks = layout.shards * layout.context if layout.data == FSDP_KIND else layout.copies * layout.context
         group = self._find_group(layout.tensor, ranks)
         if layout.data == ZERO1_KIND:
-            return 0.0, self._time(BROADCAST, parameters * precision.parameter_itemsize, group)
+            return 0.0, self._time(BROADCAST, trained * precision.parameter_itemsize, group)
         if layout.data != FSDP_KIND or ranks == 1:
             return 0.0, 0.0
         if layout.pipeline > 1:
-            return 0.0, self._time(REDUCE_SCATTER, parameters * precision.reduce_itemsize, group)
+            return 0.0, self._time(REDUCE_SCATTER, trained * precision.reduce_itemsize, group)
         passes = 2 if layout.reshards else 1
         gather_s = self._time(ALL_GATHER, parameters * precision.compute_itemsize, group)
         return BLOCK_SHARE * passes * layout.micro_batches * gather_s, 0.0
@@ -236,6 +243,15 @@ are on one of them."""
 
 KEPT_SHARE = 0.9
 """Of what blocks keep, what a layout keeps at least: operators that are divided may save one tensor less."""
+
+
+def _count_parameters(config: RunConfig) -> tuple[int, int]:
+    """Of the model as it is trained: all of them, and those that have gradients."""
+    if config.finetune.name == "full":
+        return config.model.num_parameters, config.model.num_parameters
+    layout = build_parameter_layout(config.trained_model, 1, scales_loss=False)
+    specs = [spec for unit in layout.units for spec in unit.parameters]
+    return sum(spec.numel for spec in specs), sum(spec.numel for spec in specs if spec.is_trained)
 
 
 def compute_reference_costs(config: RunConfig) -> ReferenceCosts:

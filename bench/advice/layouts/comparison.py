@@ -24,6 +24,7 @@ from bench.core.errors import ImpossibleError, UsageError
 from bench.models.base import BUDGET
 from bench.models.checkpointing import CHECKPOINTING_MODES
 from bench.prediction.parameter_facts import find_parameter_facts
+from bench.strategies.mesh.strategy import MeshStrategy
 
 MIN_GPUS = 65
 """From which on layouts are searched."""
@@ -88,11 +89,13 @@ def plan_layouts(
         subject = _build_subject(settings, knobs)
     except ImpossibleError:
         return None
-    if subject.hardware.speeds is None or subject.hardware.device == "cpu" or subject.finetune.name != "full":
+    is_predicted = subject.hardware.speeds is not None and subject.hardware.device != "cpu"
+    if not is_predicted or subject.finetune.name not in MeshStrategy.supported_finetunes:
         if choice == "all":
             raise UsageError(
                 f"layouts=all is not valid with hardware={subject.hardware.name} and finetune={subject.finetune.name}: "
-                "choose a GPU whose speeds are described, and finetune=full."
+                "choose a GPU whose speeds are described, and "
+                f"finetune={' or '.join(MeshStrategy.supported_finetunes)}."
             )
         return None
     tokens_per_sequence = subject.model.count_tokens_per_sequence(subject.sequence_length)
@@ -162,7 +165,9 @@ def _count_sequences(text: str, tokens_per_sequence: int) -> int:
 
 def _is_state_large(subject: RunConfig) -> bool:
     memory_gb = subject.hardware.memory_gb
-    state_gb = TRAINING_STATE_BYTES * find_parameter_facts(subject.model).count / subject.gpus / 1e9
+    trains_all = subject.finetune.name == "full"
+    bytes_per_parameter = TRAINING_STATE_BYTES if trains_all else subject.precision.parameter_itemsize
+    state_gb = bytes_per_parameter * find_parameter_facts(subject.model).count / subject.gpus / 1e9
     return memory_gb is not None and state_gb > MAX_STATE_SHARE * memory_gb
 
 

@@ -327,6 +327,7 @@ class ShardedStagePlan(StagePlan):
         return [
             PlannedCollective("all-gather", unit.numel * self._compute_itemsize, self._find_shard_group(unit))
             for unit in stage.units
+            if unit.parameters
         ]
 
     def list_reductions(self, stage: StageUnits) -> Sequence[PlannedCollective]:
