@@ -29,6 +29,7 @@ ON_A100 = ("hardware=a100_80gb", "gpus=8", "gpus_per_node=4", "precision=bf16", 
 GPT = ("model=gpt_tiny", *ON_A100)
 T5 = ("model=t5_tiny", *ON_A100)
 LLAMA = ("model=llama_tiny", *ON_A100)
+MESH = ("strategy=mesh",)
 ON_CPU = ("hardware=cpu", "gpus=2", "precision=fp32", "sequence_length=64")
 OF_THE_PAPER = ("hardware=a100_80gb", "gpus_per_node=8", "strategy=fsdp1", "precision=bf16", "sequence_length=512")
 
@@ -72,6 +73,11 @@ CASES: tuple[tuple[str, ...], ...] = (
     (*LLAMA, "strategy=fsdp", "precision=bf16_pure", "loss=compiled"),
     (*LLAMA, "strategy=fsdp", "activation_checkpointing=operators", "activation_offload=true"),
     ("model=moe_tiny", *ON_A100, "strategy=fsdp"),
+    (*GPT, *MESH, "strategy.tensor=2", "strategy.pipeline=2"),
+    (*GPT, *MESH, "strategy.pipeline=2", "strategy.schedule=interleaved_1f1b", "model.num_layers=8"),
+    (*LLAMA, *MESH, "strategy.tensor=2", "strategy.context=2", "strategy.data=ddp"),
+    ("model=moe_tiny", *ON_A100, *MESH, "strategy.tensor=2", "strategy.expert=2"),
+    (*LLAMA, *MESH, "strategy.tensor=2", "strategy.pipeline=2", "finetune=lora"),
     ("model=mpt_7b", "hardware=h100_80gb", "gpus=16", "strategy=fsdp", "precision=bf16", "sequence_length=2048"),
 )
 """Tiny models with every way to store and to send, and some of the paper's."""
