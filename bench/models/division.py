@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInpu
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 WHOLE = Replicate()
+"""What every rank has all of."""
 
 SEQUENCE_SHARD = Shard(1)
 """The dimension of hidden states that sequence parallelism divides."""

@@ -83,6 +83,10 @@ class ShardingUnit:
         return tuple(parameter for parameter in self.parameters if parameter.is_trained)
 
     @functools.cached_property
+    def trained_numel(self) -> int:
+        return sum(parameter.numel for parameter in self.trained_parameters)
+
+    @functools.cached_property
     def keeps_fp32(self) -> bool:
         """Whether it is computed in fp32 even where the rest is in 16 bits."""
         return all(parameter.keeps_fp32 for parameter in self.parameters) and bool(self.parameters)

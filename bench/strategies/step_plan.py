@@ -242,7 +242,7 @@ class ReplicatedPlan(StepPlan):
 
     @property
     def total_gradient_numel(self) -> int:
-        return sum(parameter.numel for unit in self.inputs.units for parameter in unit.trained_parameters)
+        return sum(unit.trained_numel for unit in self.inputs.units)
 
     @property
     def updated_tensors(self) -> Sequence[UpdatedTensor]:

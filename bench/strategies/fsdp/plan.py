@@ -118,7 +118,7 @@ class FSDP2Plan(ShardedPlan):
             sum(self._list_recut_bytes(unit.parameters)),
             tuple(self._list_recut_bytes(unit.trained_parameters)),
             sum(map(self.compute_gradient_bytes, unit.trained_parameters)),
-            sum(parameter.numel for parameter in unit.trained_parameters) * self.inputs.reduce_itemsize,
+            unit.trained_numel * self.inputs.reduce_itemsize,
             self.count_unit_shards(unit),
         )
 

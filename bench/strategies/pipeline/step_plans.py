@@ -334,7 +334,7 @@ class ShardedStagePlan(StagePlan):
         """Unit by unit, among shards and then among replicas."""
         collectives = []
         for unit in filter(attrgetter("trained_parameters"), stage.units):
-            size = sum(parameter.numel for parameter in unit.trained_parameters) * self._reduce_itemsize
+            size = unit.trained_numel * self._reduce_itemsize
             collectives.append(PlannedCollective("reduce-scatter", size, self._find_shard_group(unit)))
             if self._num_replicas > 1:
                 shard_bytes = size / self._count_unit_shards(unit)
@@ -407,8 +407,7 @@ class ShardedStagePlan(StagePlan):
         name = f"accumulated {stage.index} {unit.index}"
         if (stage.index, unit.index) not in self._accumulated_units:
             self._accumulated_units.add((stage.index, unit.index))
-            unit_numel = sum(parameter.numel for parameter in unit.trained_parameters)
-            device.allocate(name, unit_numel * self._reduce_itemsize, GRADIENT_MEMORY)
+            device.allocate(name, unit.trained_numel * self._reduce_itemsize, GRADIENT_MEMORY)
         device.free(f"computed {stage.index} {unit.index}")
 
     def after_stage_last_backward(self, device: PlanDevice, stage: StageUnits) -> None:
@@ -418,7 +417,6 @@ class ShardedStagePlan(StagePlan):
             device.free(f"whole {stage.index} {unit.index}")
             if not unit.trained_parameters:
                 continue
-            unit_numel = sum(parameter.numel for parameter in unit.trained_parameters)
             shard_numel = self._count_shard_elements(unit.trained_parameters)
             reduced_bytes = shard_numel * self._count_unit_shards(unit) * self._reduce_itemsize
             device.free("reduce input")
@@ -434,7 +432,7 @@ class ShardedStagePlan(StagePlan):
             if self._converts_gradients:
                 device.free(f"accumulated {stage.index} {unit.index}")
             else:
-                device.grow_allocation(gradients_name, -unit_numel * self._compute_itemsize, GRADIENT_MEMORY)
+                device.grow_allocation(gradients_name, -unit.trained_numel * self._compute_itemsize, GRADIENT_MEMORY)
             shard_name = f"gradient shard {stage.index} {unit.index}"
             device.allocate(shard_name, shard_numel * self._reduce_itemsize, GRADIENT_MEMORY)
             if self._reduce_itemsize != self.parameter_itemsize:
