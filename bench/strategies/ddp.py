@@ -240,7 +240,8 @@ class DDPStrategy(BucketingStrategy):
 
         communication_dtype = self.find_communication_dtype(context.precision)
         if communication_dtype != context.precision.parameter_dtype:
-            wrapped.register_comm_hook(communication_dtype, all_reduce_in_dtype)
+            # torch refuses a hook whose annotations are strings.
+            wrapped.register_comm_hook(communication_dtype, lambda dtype, bucket: all_reduce_in_dtype(dtype, bucket))
         elif self.communication_hook == POWERSGD_HOOK:
             register_powersgd_hook(wrapped, self.matrix_approximation_rank, self.start_powerSGD_iter)
 
