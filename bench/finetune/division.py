@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInpu
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from bench.finetune.adapters import ADAPTER_NAME_PARTS
-from bench.models.division import LayerDivision, LocalComputation
+from bench.models.division import LayerDivision, LocalComputation, add_up_parts
 
 DOWN_NAME, UP_NAME = ADAPTER_NAME_PARTS
 
@@ -95,6 +95,5 @@ class _SumOverRanks:
     returns_local: bool
 
     def __call__(self, _layer: nn.Module, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
-        partial_sums = DTensor.from_local(output, self.mesh, [Partial()], run_check=False)
-        total = partial_sums.redistribute(placements=[self.placement])
+        total = add_up_parts(output, self.mesh, self.placement)
         return total.to_local() if self.returns_local else total

@@ -114,8 +114,7 @@ class _RowLookup(nn.Embedding):
             rows,
             padding_idx=padding if padding in range(rows.shape[0]) else None,
         ).masked_fill_(is_elsewhere.unsqueeze(-1), 0.0)
-        partial_sums = DTensor.from_local(found, mesh, [Partial()], run_check=False)
-        return partial_sums.redistribute(placements=[Replicate()]).to_local()
+        return add_up_parts(found, mesh, Replicate()).to_local()
 
 
 class LocalComputation(ParallelStyle):
@@ -205,6 +204,12 @@ def _divide_module(
         partial(style._prepare_input_fn, style.input_layouts, style.desired_input_layouts),
         partial(style._prepare_output_fn, style.output_layouts, style.use_local_output),
     )
+
+
+def add_up_parts(part: torch.Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
+    """The sum of what the ranks of a mesh have, or of it the part that a placement leaves to each."""
+    partial_sums = DTensor.from_local(part, mesh, [Partial()], run_check=False)
+    return partial_sums.redistribute(placements=[placement])
 
 
 def build_sequence_split(num_arguments: int) -> PrepareModuleInput:

@@ -134,8 +134,7 @@ class LayoutBounder:
     def compute_memory_bound(self, layout: Layout) -> float:
         """Bytes that a rank has allocated at its peak, at least: when a backward begins, or when the last is over."""
         precision, states = self.config.precision, self.config.optimizer.states_per_parameter
-        itemsize, parameters = precision.parameter_itemsize, self._num_parameters / self._count_parts(layout)
-        trained = self._num_trained / self._count_parts(layout)
+        itemsize, (parameters, trained) = precision.parameter_itemsize, self._divide_parameters(layout)
         shards = layout.shards * layout.context * (layout.expert if self._counts_all_experts(layout) else 1)
         is_sharded = layout.data == FSDP_KIND
         state_shards = layout.copies * layout.context if layout.data == ZERO1_KIND else shards if is_sharded else 1
@@ -183,11 +182,12 @@ class LayoutBounder:
         """FSDP shards all else over ranks of expert parallelism, too, and each of these has a part of the experts."""
         return layout.data == FSDP_KIND
 
-    def _count_parts(self, layout: Layout) -> int:
-        """Parts of the model, of which a rank has one on average before data parallelism divides it; of experts as if
-        all were."""
+    def _divide_parameters(self, layout: Layout) -> tuple[float, float]:
+        """All and trained ones of the stage that a rank has on average, before data parallelism divides them; experts
+        as if all were."""
         spread = 1 if self._counts_all_experts(layout) else layout.expert
-        return layout.tensor * layout.pipeline * spread
+        parts = layout.tensor * layout.pipeline * spread
+        return self._num_parameters / parts, self._num_trained / parts
 
     def _compute_exchange_s(self, layout: Layout) -> float:
         """Seconds that a rank waits for tensor parallelism in one micro-batch."""
@@ -206,8 +206,7 @@ class LayoutBounder:
         """Seconds of gathers that computing may hide, and of what comes when it is over."""
         if self._has_experts:
             return 0.0, 0.0
-        precision, parts = self.config.precision, self._count_parts(layout)
-        parameters, trained = self._num_parameters / parts, self._num_trained / parts
+        precision, (parameters, trained) = self.config.precision, self._divide_parameters(layout)
         ranks = layout.shards * layout.context if layout.data == FSDP_KIND else layout.copies * layout.context
         group = self._find_group(layout.tensor, ranks)
         if layout.data == ZERO1_KIND:

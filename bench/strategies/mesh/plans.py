@@ -21,10 +21,10 @@ from bench.strategies.mesh.layout import (
     TENSOR,
     MeshLayout,
 )
+from bench.strategies.pipeline.sharded_stage_plan import ShardedStagePlan
 from bench.strategies.pipeline.step_plans import (
     PlannedCollective,
     ReplicatedStagePlan,
-    ShardedStagePlan,
     SingleCopyStagePlan,
     StagePlan,
     StageUnits,

@@ -18,9 +18,9 @@ from bench.strategies.base import StepSettings, Strategy, WrapContext
 from bench.strategies.ddp import DDP_FIRST_STEADY_STEP
 from bench.strategies.pipeline.schedule import Timetable
 from bench.strategies.pipeline.schedule_checks import check_stage_blocks
+from bench.strategies.pipeline.sharded_stage_plan import ShardedStagePlan
 from bench.strategies.pipeline.step_plans import (
     ReplicatedStagePlan,
-    ShardedStagePlan,
     SingleCopyStagePlan,
     StagePlan,
     StageUnits,
