@@ -75,6 +75,8 @@ def check_run(config: RunConfig) -> None:
                 "finetune", config.finetune.name, f"full, for model={config.model.name}", ImpossibleError
             )
     config.strategy.check_model(config.model, config.batch_size_per_gpu, config.sequence_length)
+    split = config.strategy.build_tensor_parallel_split()
+    config.model.check_expert_width(config.precision, 1 if split is None else split.expert_width_degree)
     config.strategy.check_device(config.hardware.device)
     if config.precision.uses_float8:
         require_float8(config.strategy, config.precision)

@@ -281,6 +281,9 @@ class Family(ABC):
     def check_run(self, precision: Precision, num_ranks: int) -> None:
         """Raise `ImpossibleError` if the model cannot be trained in this precision, or by so many ranks."""
 
+    def check_expert_width(self, precision: Precision, num_parts: int) -> None:
+        """Raise `ImpossibleError` if no kernel multiplies experts of which ranks have so many parts of the width."""
+
     def find_seed_name(self, name: str) -> str:
         """The name by which a parameter is drawn at random: its own, but for layers that were wrapped since."""
         return name

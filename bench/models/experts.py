@@ -9,14 +9,10 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-from bench.core.errors import ImpossibleError
 from bench.models.routing import Routing
 
 GROUPED_EXPERTS = "grouped"
 """What `compute_grouped_experts` is called among transformers' implementations of experts."""
-
-GROUPED_ALIGNMENT_BYTES = 16
-"""Of the rows of what torch multiplies in groups (aten/src/ATen/native/GroupedMMUtils.h)."""
 
 
 class ExpertDivision(Protocol):
@@ -238,18 +234,6 @@ def compute_sorted_rows(experts: Any, rows: torch.Tensor, row_experts: torch.Ten
     return experts.post_expert_norm(rows) if experts.has_post_expert_norm else rows
 
 
-def _refuse_unaligned(weight: torch.Tensor) -> None:
-    """Raise `ImpossibleError` where torch has no grouped product: of rows that begin anywhere."""
-    widths = tuple(weight.shape[-2:])
-    multiple = GROUPED_ALIGNMENT_BYTES // weight.dtype.itemsize
-    if any(width % multiple for width in widths):
-        raise ImpossibleError(
-            f"Experts of {widths[0]} x {widths[1]} weights cannot be multiplied in groups in {weight.dtype}, since "
-            f"torch needs rows of a multiple of {GROUPED_ALIGNMENT_BYTES} bytes: choose a model whose widths "
-            f"(hidden_size, that of an expert) are multiples of {multiple}, or precision=fp32."
-        )
-
-
 def _multiply_grouped(
     experts: Any, name: str, rows: torch.Tensor, row_experts: torch.Tensor, ends: torch.Tensor
 ) -> torch.Tensor:
@@ -263,7 +247,6 @@ def _multiply_grouped(
     weight, rows = weight.to(dtype), rows.to(dtype)
     weight = weight if experts.is_transposed else weight.transpose(-2, -1)
     if dtype == torch.bfloat16 and hasattr(torch.nn.functional, "grouped_mm"):
-        _refuse_unaligned(weight)
         result = torch.nn.functional.grouped_mm(rows, weight, offs=ends)
     else:
         result = torch.ops.transformers.grouped_mm_fallback(rows, weight, ends)

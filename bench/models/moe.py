@@ -4,13 +4,16 @@ experts."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from bench.core.errors import invalid_value_error
+from bench.core.errors import ImpossibleError, invalid_value_error
 from bench.core.typed_config import OneOf, Within
 from bench.models.base import FlopCount
 from bench.models.decoder import DecoderFamily
 from bench.models.routing import ROUTINGS, Routing
+
+if TYPE_CHECKING:
+    from bench.core.precision import Precision
 
 EXPERT_COUNT_FIELDS = {
     "mixtral": "num_local_experts",
@@ -26,6 +29,9 @@ LATENT_ATTENTION_ARCHITECTURES = ("deepseek_v2", "deepseek_v3")
 
 UNDIVIDED_ARCHITECTURES = {"gpt_oss": "has a sink for each head of attention"}
 """Those whose layers tensor parallelism does not divide, and why."""
+
+GROUPED_ALIGNMENT_BYTES = 16
+"""Of the rows of what torch multiplies in groups in bf16 (aten/src/ATen/native/GroupedMMUtils.h)."""
 
 ExpertCount = Annotated[int, Within(1, 4096)]
 
@@ -172,6 +178,23 @@ class MixtureOfExpertsFamily(DecoderFamily):
                 (recomputed_dense,) * self.num_dense_layers + (recomputed_expert,) * num_expert_layers,
             ),
         )
+
+    def check_expert_width(self, precision: Precision, num_parts: int) -> None:
+        """Of `compute_grouped_experts`: torch multiplies rows of a multiple of 16 bytes alone, in bf16."""
+        if precision.compute != "bf16":
+            return
+        multiple = GROUPED_ALIGNMENT_BYTES // precision.compute_itemsize
+        shared = f", of which {num_parts} ranks have a part each" if num_parts > 1 else ""
+        for name, divisor, reason in (
+            ("hidden_size", multiple, ""),
+            ("intermediate_size", multiple * num_parts, shared),
+        ):
+            if (size := getattr(self, name)) % divisor:
+                raise ImpossibleError(
+                    f"model.{name}={size} is not valid with precision={precision.name}, in which torch multiplies "
+                    f"experts in groups only by rows of a multiple of {GROUPED_ALIGNMENT_BYTES} bytes: choose a "
+                    f"multiple of {divisor}{reason}, or precision=fp32."
+                )
 
     def find_undivided_sequence_reason(self) -> str:
         if self._has_latent_attention:

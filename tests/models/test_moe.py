@@ -246,8 +246,21 @@ def test_skewed_experts_cost_no_memory_and_narrow_formats_train(execute: Execute
         assert record["losses"] != balanced["losses"]
 
 
-def test_widths_that_torch_cannot_multiply_in_groups_are_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
-    settings = ["model=moe_tiny", "model.hidden_size=40", "model.intermediate_size=36", "hardware=h100_80gb", "gpus=1"]
+@pytest.mark.parametrize(
+    ("knobs", "told"),
+    [
+        (("model.hidden_size=40",), "model.intermediate_size=36 is not valid with precision=bf16"),
+        (("model.hidden_size=36", "model.num_heads=2"), "model.hidden_size=36 is not valid with precision=bf16"),
+        (
+            ("model.intermediate_size=40", "gpus=2", "strategy=mesh", "strategy.tensor=2"),
+            "choose a multiple of 16, of which 2 ranks have a part each, or precision=fp32.",
+        ),
+    ],
+)
+def test_widths_that_torch_cannot_multiply_in_groups_are_a_sentence(
+    knobs: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = ["model=moe_tiny", "model.intermediate_size=36", "hardware=h100_80gb", "gpus=1", *knobs]
     assert predict.main([*settings, "precision=bf16"]) == 2
-    assert "Experts of 36 x 40 weights cannot be multiplied in groups" in capsys.readouterr().err
+    assert told in capsys.readouterr().err
     assert predict.main([*settings, "precision=fp32"]) == 0

@@ -31,7 +31,7 @@ SGD = ("optimizer=sgd", "optimizer.learning_rate=1.0")
 MODELS = {"gpt": SMALL_GPT, "llama": SMALL_LLAMA, "moe": (*SMALL_MOE, "model.num_layers=2"), "t5": SMALL_T5}
 MESH = ("strategy=mesh",)
 TENSOR, PIPELINE, CONTEXT, EXPERT = (f"strategy.{name}=2" for name in ("tensor", "pipeline", "context", "expert"))
-DDP, ZERO1 = "strategy.data=ddp", "strategy.data=zero1"
+DDP, ZERO1, SHARDS = "strategy.data=ddp", "strategy.data=zero1", "strategy.shards=2"
 WHOLE = ("strategy.sequence_parallel=false", "strategy.loss_parallel=false")
 CLIP = "gradient_clip_norm=0.3"
 TENSOR_OUTSIDE = "tensor-pipeline-replicas-shards-expert-context"
@@ -203,15 +203,21 @@ def test_gradients_are_clipped_by_the_norm_of_all_ranks(execute: Execute) -> Non
 
 @pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "dim"), [("gpt", CONTEXT), ("llama", TENSOR), ("moe", EXPERT)])
+@pytest.mark.parametrize(("family", "dim"), [("gpt", CONTEXT), ("llama", TENSOR), ("moe", EXPERT), ("t5", SHARDS)])
 def test_every_schedule_trains_like_one_process(execute: Execute, family: str, dim: str) -> None:
-    other, suffix = {CONTEXT: ("cp2", "+ring"), TENSOR: ("tp2", "+sequence"), EXPERT: ("ep2", "")}[dim]
+    other, suffix = {
+        CONTEXT: ("cp2", "+ring"),
+        TENSOR: ("tp2", "+sequence"),
+        EXPERT: ("ep2", ""),
+        SHARDS: ("fsdp2", ""),
+    }[dim]
+    blocks = () if family == "t5" else ("model.num_layers=4",)
     layouts = {
         f"pp2-{other}+{schedule}{suffix}": (PIPELINE, dim, f"strategy.schedule={schedule}", "strategy.micro_batches=4")
         for schedule in ALL_SCHEDULES
         if schedule != "1f1b"
     }
-    check_like_one_process(execute, (*MODELS[family], "model.num_layers=4"), 4, layouts)
+    check_like_one_process(execute, (*MODELS[family], *blocks), 4, layouts)
 
 
 @pytest.mark.long

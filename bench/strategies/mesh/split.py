@@ -167,6 +167,10 @@ class MeshSplit(TensorParallelSplit):
         return self.degree * self.context * self.expert
 
     @property
+    def expert_width_degree(self) -> int:
+        return self.degree if self.expert_tensor_parallel else 1
+
+    @property
     def breaks_graphs(self) -> bool:
         return self._sends_tokens or self._attends_to_others
 

@@ -50,6 +50,11 @@ class TensorParallelSplit:
     """Products themselves do, as TransformerEngine's."""
 
     @property
+    def expert_width_degree(self) -> int:
+        """Ranks that the width of every expert is divided over."""
+        return self.degree
+
+    @property
     def breaks_graphs(self) -> bool:
         """Whether a block has `find_graph_breaks`."""
         return False
