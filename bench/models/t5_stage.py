@@ -45,7 +45,9 @@ class T5PipelineStage(PipelineStageModule):
         if not len(self.decoder):
             return (encoder_output,)
         if not len(self.encoder):
-            encoder_output = _NonLeaf.apply(encoder_output)
+            encoder_output = encoder_output.view_as(
+                encoder_output
+            )  # autocast keeps casts of leaves, and checkpointing then misses some
         decoder_output = self._run_decoder(hidden[0] if hidden else None, encoder_output, inputs["decoder_input_ids"])
         return self._compute_logits(decoder_output) if self._has_head else (decoder_output, encoder_output)
 
@@ -89,19 +91,6 @@ class T5PipelineStage(PipelineStageModule):
         if self._scales_decoder_outputs:
             hidden = hidden * self._family.d_model**-0.5
         return self.lm_head(hidden)
-
-
-class _NonLeaf(torch.autograd.Function):
-    """The same values in a tensor that is neither a leaf, of which autocast keeps the cast so that checkpointing misses
-    some, nor a view, which schedules that split backward could not detach when it was handed on (torch 2.13)."""
-
-    @staticmethod
-    def forward(_ctx: Any, values: torch.Tensor) -> torch.Tensor:
-        return values.detach()
-
-    @staticmethod
-    def backward(_ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return gradient
 
 
 def _select_blocks_with_bias(blocks: nn.ModuleList, indices: range) -> nn.ModuleList:

@@ -11,7 +11,7 @@ from bench.models import Family
 from bench.strategies.base import StepSettings
 from bench.strategies.mesh.knobs import ALL_TO_ALL, ALL_TO_ALL_DISPATCHER, TORCH
 from bench.strategies.mesh.layout import CONTEXT, EXPERT, PIPELINE, SHARDS, TENSOR
-from bench.strategies.pipeline.schedule import ALTERNATING_SCHEDULES, SPLIT_BACKWARD_SCHEDULES
+from bench.strategies.pipeline.schedule import ALL_SCHEDULES, ALTERNATING_SCHEDULES, SPLIT_BACKWARD_SCHEDULES
 from bench.strategies.pipeline.schedule_checks import check_schedule, check_stage_blocks
 from bench.strategies.requirements import list_divisors, require_no_dropout, require_stored_reduce_dtype
 
@@ -216,6 +216,13 @@ def _check_stages(strategy: MeshStrategy, family: Family, batch_size_per_gpu: in
             f"strategy.pipeline={strategy.pipeline} is not valid with strategy.tensor={strategy.tensor} for "
             f"model={family.name}, whose stages each copy the table of position biases that tensor parallelism "
             "divides: choose one of them, or a model of family gpt, llama or moe."
+        )
+    if family.family == "t5" and timetable.schedule in SPLIT_BACKWARD_SCHEDULES:
+        choices = ", ".join(name for name in ALL_SCHEDULES if name not in SPLIT_BACKWARD_SCHEDULES)
+        raise ImpossibleError(
+            f"strategy.schedule={timetable.schedule} is not valid for model={family.name}, whose blocks share a table "
+            "of position biases: torch, which splits backward there into that of inputs and of weights, goes backward "
+            f"through what several blocks share more than once: choose {choices}."
         )
     if timetable.num_stages > family.num_blocks:
         raise ImpossibleError(
