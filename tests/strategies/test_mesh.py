@@ -9,11 +9,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from bench.core.errors import ImpossibleError, UsageError
+from bench.models.materialize import take_part
 from bench.models.routing import Routing
 from bench.rank.engine import build_engine, build_micro_batches
 from bench.rank.rehearsal_group import init_rehearsal_group
@@ -414,6 +419,35 @@ def test_ranks_of_the_last_dimension_are_neighbours_and_share_sequences() -> Non
     assert [layout.find_batch_share(rank) for rank in range(16)] == [(rank // 2 % 4, 4) for rank in range(16)]
     turned = MeshLayout(tuple(reversed(layout.degrees)))
     assert [turned.find_batch_share(rank)[0] for rank in range(8)] == [0, 0, 2, 2, 1, 1, 3, 3]
+
+
+@pytest.mark.parametrize("rank", [0, 6, 7])
+def test_uneven_rows_are_those_that_fsdp_counts(rank: int) -> None:
+    """GPT-2's vocabulary: a tensor-parallel rank has 25,129 or 25,128 rows, and FSDP2 shards these over four."""
+    rows = torch.arange(50257)
+    dist.init_process_group("fake", rank=rank, world_size=8, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", (4, 2))
+        expected = rows.chunk(2)[rank % 2].chunk(4)[rank // 2]
+        placements = [_StridedShard(0, split_factor=2), Shard(0)]
+        like = DTensor.from_local(expected.to("meta"), mesh, placements, run_check=False, shape=rows.shape, stride=(1,))
+        assert torch.equal(take_part(rows, like).to_local(), expected)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_rows_that_ranks_do_not_have_evenly_train_like_one_process(execute: Execute) -> None:
+    """In optimizers that compare what parameters and gradients have of them."""
+    run = (*SGD, *MODELS["llama"], *STEPS, "model.vocabulary_size=127", "optimizer.implementation=foreach")
+    single, meshed = execute(
+        (*run, "strategy=single", "gpus=1", "batch_size_per_gpu=6"),
+        (*run, *MESH, TENSOR, *WHOLE, "gpus=6", "batch_size_per_gpu=1"),
+    )
+    assert meshed["status"] == "ok", meshed["error"]
+    assert meshed["effective_strategy"] == "mesh/fsdp3-tp2"
+    assert meshed["losses"] == pytest.approx(single["losses"], rel=1e-5)
 
 
 def test_degrees_that_are_left_out_follow_and_the_row_has_all() -> None:
