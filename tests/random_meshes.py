@@ -21,7 +21,7 @@ from bench.core.errors import UsageError
 from bench.models.llama import ARCHITECTURES
 from bench.models.moe import EXPERT_COUNT_FIELDS, LATENT_ATTENTION_ARCHITECTURES
 from bench.strategies.mesh.layout import DEFAULT_ORDER
-from bench.strategies.pipeline.schedule import ALL_SCHEDULES
+from bench.strategies.pipeline.schedule import ALL_SCHEDULES, SPLIT_BACKWARD_SCHEDULES
 from tests.conftest import compose_run_config
 from tests.random_runs import FIXED_VALUES, Overrides, Values, compute_memory_errors, measure_runs
 
@@ -109,6 +109,8 @@ def draw_layout(rng: random.Random, kind: str) -> Values:
 def draw_training(rng: random.Random, layout: Values) -> Values:
     accumulation = 1 if "strategy.pipeline" in layout else rng.choice([1, 1, 2, 3])
     checkpointing = ["none", "none", "full", "selective", "operators", "every_2", "operators_every_2"]
+    if layout.get("strategy.schedule") in SPLIT_BACKWARD_SCHEDULES:
+        checkpointing = ["none"]  # others are not predicted
     optimizer = rng.choice(["adamw", "sgd"])
     return {
         "precision": rng.choice(["fp32", "fp32", "fp32", "bf16", "bf16_pure"]),
@@ -160,6 +162,7 @@ def compute_loss_errors(runs: Sequence[tuple[RunConfig, RunConfig]], store: Path
         row, other = (records.read_latest_row(store, run.run_id) for run in (config, one_process))
         assert row is not None, f"{config.label} left no row"
         assert other is not None, f"{one_process.label} left no row"
+        assert row["status"] == other["status"] == "ok", (config.label, row.get("error"), other.get("error"))
         pairs = zip(row["losses"], other["losses"], strict=True)
         loss_errors.append((max(abs(loss / one_loss - 1) for loss, one_loss in pairs), config))
     return sorted(loss_errors, key=lambda pair: -pair[0])

@@ -92,6 +92,8 @@ class Reading:
     """Of the runs beside the first that `micro_batches` asks for; then of as many that stand for the time, if others
     do."""
     state_bytes: tuple[float, float] | None = None
+    """Of a mesh all of whose parameters are trained: what others keep all the time
+    (`compute_allocated_beside_state`)."""
     waits_for_sends: bool = False
     receives_in_turn: bool = False
     frees_by_hand: bool = False
@@ -233,7 +235,7 @@ def read_line(row: int, line: PublishedLine) -> Reading:
         waits_for_sends=knowledge.waits_for_sends,
         receives_in_turn=knowledge.receives_in_turn or knowledge.state_bytes is not None,
         frees_by_hand=knowledge.frees_by_hand,
-        state_bytes=knowledge.state_bytes if micro_batches is not None else None,
+        state_bytes=knowledge.state_bytes if micro_batches is not None and config.finetune.name == "full" else None,
     )
 
 

@@ -418,6 +418,10 @@ def test_schedules_that_split_backward_idle_less() -> None:
     ("knobs", "message"),
     [
         (("strategy.reshard_after_forward=true",), "reshard_after_forward=true is not valid with mode=predict"),
+        (
+            ("strategy.schedule=zbv_zero_bubble", "model.num_layers=4", "activation_checkpointing=full"),
+            "compute a block again for each group of its weights",
+        ),
     ],
 )
 def test_what_cannot_be_predicted_is_refused_with_the_reason(knobs: tuple[str, ...], message: str) -> None:

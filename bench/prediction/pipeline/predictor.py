@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from bench.config.run_config import RunConfig
+from bench.core.errors import ImpossibleError
 from bench.prediction.cost import rank_speed
 from bench.prediction.pipeline.stages import SimulatedPipelineStage, build_pipeline_stages
 from bench.prediction.pipeline.time import predict_pipeline_time
@@ -29,6 +30,7 @@ from bench.strategies.pipeline.schedule import (
     FORWARD,
     INPUT_BACKWARD,
     ONE_F_ONE_B,
+    SPLIT_BACKWARD_SCHEDULES,
     WEIGHT_BACKWARD,
     Timetable,
 )
@@ -99,7 +101,21 @@ def simulate_other_loop(
 
 
 def _build_plans(config: RunConfig, timetable: Timetable, stages: Sequence[SimulatedPipelineStage]) -> list[StagePlan]:
-    """Of every rank of a pipeline."""
+    """Of every rank of a pipeline.
+
+    Raises
+    ------
+    ImpossibleError
+        Where blocks are computed again in a backward that is split: torch 2.13 does so for their inputs, then for each
+        group of weights, and keeps all of it.
+    """
+    if timetable.schedule in SPLIT_BACKWARD_SCHEDULES and config.activation_checkpointing != "none":
+        raise ImpossibleError(
+            f"activation_checkpointing={config.activation_checkpointing} is not valid with mode=predict and "
+            f"strategy.schedule={timetable.schedule}, which splits backward into that of inputs and of weights: torch "
+            "would compute a block again for each group of its weights and keep all of it. Choose none, another "
+            "schedule, or mode=measure."
+        )
     return [
         _build_rank_plan(config, [stages[stage_index] for stage_index in timetable.find_stages_of_rank(rank)])
         for rank in range(timetable.ranks)
