@@ -155,6 +155,14 @@ def build_one_process_run(overrides: Overrides) -> RunConfig:
     return compose_run_config(*(f"{key}={value}" for key, value in {**values, **changes}.items()))
 
 
+def measure_beside_one_process(numbers: range, seed: int, store: Path) -> list[tuple[RunConfig, RunConfig]]:
+    """Measure drawn runs, each with that of one process that takes the same steps; the pairs."""
+    drawn = [draw_overrides(number, seed) for number in numbers]
+    pairs = [(compose_run_config(*overrides), build_one_process_run(overrides)) for overrides in drawn]
+    measure_runs([run for pair in pairs for run in pair], store)
+    return pairs
+
+
 def compute_loss_errors(runs: Sequence[tuple[RunConfig, RunConfig]], store: Path) -> list[tuple[float, RunConfig]]:
     """Of each layout's losses, relative to those of one process in a store, the largest; largest first."""
     loss_errors = []
@@ -171,9 +179,7 @@ def compute_loss_errors(runs: Sequence[tuple[RunConfig, RunConfig]], store: Path
 if __name__ == "__main__":
     folder, count, *rest = sys.argv[1:]
     first, seed = int(rest[0]) if rest else 0, int(rest[1]) if len(rest) > 1 else SEED
-    drawn = [draw_overrides(number, seed) for number in range(first, first + int(count))]
-    runs = [(compose_run_config(*overrides), build_one_process_run(overrides)) for overrides in drawn]
-    measure_runs([run for pair in runs for run in pair], Path(folder))
+    runs = measure_beside_one_process(range(first, first + int(count)), seed, Path(folder))
     for error, config in compute_loss_errors(runs, Path(folder)):
         print(f"{error:.1e} {config.precision.name} {config.run_id} {config.label}")
     memory_errors = compute_memory_errors([config for config, _ in runs], Path(folder))

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import compose_run_config, needs
-from tests.random_meshes import build_one_process_run, compute_loss_errors, draw_overrides
-from tests.random_runs import compute_memory_errors, measure_runs
+from tests.conftest import needs
+from tests.random_meshes import compute_loss_errors, measure_beside_one_process
+from tests.random_runs import compute_memory_errors
 
 FRESH, FRESH_SEED = 4, 2018
 
@@ -25,9 +25,7 @@ def test_fresh_random_layouts_train_like_one_process_in_the_memory_that_is_predi
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("BENCH_CACHE", str(tmp_path / "cache"))
-    drawn = [draw_overrides(number, FRESH_SEED) for number in range(FRESH)]
-    runs = [(compose_run_config(*overrides), build_one_process_run(overrides)) for overrides in drawn]
-    measure_runs([run for pair in runs for run in pair], tmp_path / "store")
+    runs = measure_beside_one_process(range(FRESH), FRESH_SEED, tmp_path / "store")
     for error, config in compute_loss_errors(runs, tmp_path / "store"):
         assert error <= MAX_LOSS_ERRORS[config.precision.name], config.label
     worst, run = compute_memory_errors([config for config, _ in runs], tmp_path / "store")[0]

@@ -14,7 +14,7 @@ from bench.models import Family
 from bench.strategies.mesh.knobs import DDP_KIND, FSDP_KIND, ZERO1_KIND
 from bench.strategies.mesh.layout import share_sequences
 from bench.strategies.pipeline.balance import find_balance
-from bench.strategies.pipeline.schedule import INTERLEAVED, ONE_F_ONE_B, SPLIT_BACKWARD_SCHEDULES, ZERO_BUBBLE_V
+from bench.strategies.pipeline.schedule import INTERLEAVED, ONE_F_ONE_B, ZERO_BUBBLE_V, repeats_recomputation
 
 MICRO_BATCH_SIZES = (1, 2, 4)
 """Sequences of a micro-batch in one copy of the model, as far as they come to no more than..."""
@@ -158,8 +158,8 @@ def list_layouts(question: LayoutQuestion) -> Iterator[Layout]:
                         _list_synchronizations(question) if accumulates_shards else (False,),
                         _list_stage_balances(question, pipeline * virtual_stages),
                     ):
-                        if schedule in SPLIT_BACKWARD_SCHEDULES and checkpointing != "none":
-                            continue  # not predicted
+                        if repeats_recomputation(schedule, checkpointing):
+                            continue
                         yield Layout(
                             tensor,
                             pipeline,

@@ -30,9 +30,9 @@ from bench.strategies.pipeline.schedule import (
     FORWARD,
     INPUT_BACKWARD,
     ONE_F_ONE_B,
-    SPLIT_BACKWARD_SCHEDULES,
     WEIGHT_BACKWARD,
     Timetable,
+    repeats_recomputation,
 )
 from bench.strategies.pipeline.step_plans import StagePlan, name_stage_gradients
 from bench.strategies.plan_inputs import PlanInputs, ShardingUnit
@@ -106,10 +106,9 @@ def _build_plans(config: RunConfig, timetable: Timetable, stages: Sequence[Simul
     Raises
     ------
     ImpossibleError
-        Where blocks are computed again in a backward that is split: torch 2.13 does so for their inputs, then for each
-        group of weights, and keeps all of it.
+        Where blocks are computed again more than once (`repeats_recomputation`).
     """
-    if timetable.schedule in SPLIT_BACKWARD_SCHEDULES and config.activation_checkpointing != "none":
+    if repeats_recomputation(timetable.schedule, config.activation_checkpointing):
         raise ImpossibleError(
             f"activation_checkpointing={config.activation_checkpointing} is not valid with mode=predict and "
             f"strategy.schedule={timetable.schedule}, which splits backward into that of inputs and of weights: torch "

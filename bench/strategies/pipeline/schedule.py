@@ -45,6 +45,12 @@ INPUT_BACKWARD, WEIGHT_BACKWARD = "backward of inputs", "backward of weights"
 """The two parts of a backward that is split."""
 
 
+def repeats_recomputation(schedule: str | None, activation_checkpointing: str) -> bool:
+    """Whether blocks are computed again more than once in a backward: where it is split, torch 2.13 does so for their
+    inputs, then for each group of weights, and keeps all of it. What that needs is not predicted."""
+    return schedule in SPLIT_BACKWARD_SCHEDULES and activation_checkpointing != "none"
+
+
 class PipelineAction(NamedTuple):
     """What a rank computes next."""
 
